@@ -243,7 +243,7 @@ class Reports:
             sizes = unit_sizes(infos, frozen, update.policy, replicas)
             gathered = peak_live(self._instructions, {unit: size.nbytes for unit, size in sizes.items()})
             predicted, measured = replace(predicted, gathered=gathered), replace(measured, gathered=units.peak_bytes)
-        activations, workspace, needed = (0, 0), 0, measured.update
+        activations, workspace, needed = (0, 0), 0, measured.update + measured.window
         if profile is not None:
             activations = profile.activations(self._model.stage_id)
             workspace, needed = profile.batch.peak, profile.step.peak
@@ -251,7 +251,7 @@ class Reports:
         recorded = profile is not None and self._model.device.type == "cuda"
         beside = measured.backward - (measured.gathered if recorded else 0)
         rows = {f.name: (getattr(predicted, f.name), getattr(measured, f.name)) for f in fields(StateBytes)}
-        rows["update"] = (predicted.update, needed)
+        rows["update"] = (predicted.update, needed - measured.window)
         if units is not None:
             rows["live"] = (0, units.live_bytes)
         else:

@@ -19,10 +19,10 @@ from parallel3d.zero.policy import STAGED_BYTES, OptimizerOffload, ZeroPolicy
 class StateBytes:
     """Bytes of one rank's model state by component. All but three are held throughout, and all but the last two on the device.
 
-    weights: the shards of those that live as shards; transient: the gradient buffers of reductions, in use during a backward;
-    update: copies of gradients in the masters' dtype, while the optimizer runs; gathered: most bytes of sharded weights that
-    are gathered at a time, while layers run; window: buffers that offloaded state passes through; host, disk: offloaded state
-    there, and shards of weights.
+    weights: the shards of those that live as shards; transient: the gradient buffers of reductions, in use during a backward,
+    and those that new weights pass through on their way to the host; update: copies of gradients in the masters' dtype, while
+    the optimizer runs; gathered: most bytes of sharded weights that are gathered at a time, while layers run; window: buffers
+    that offloaded state passes through, while the optimizer runs; host, disk: offloaded state there, and shards of weights.
     """
 
     weights: int = 0
@@ -42,7 +42,7 @@ class StateBytes:
     @property
     def steady(self) -> int:
         """Between batches."""
-        return self.weights + self.gradients + self.masters + self.optimizer + self.window
+        return self.weights + self.gradients + self.masters + self.optimizer
 
     @property
     def backward(self) -> int:
@@ -52,7 +52,7 @@ class StateBytes:
     @property
     def step(self) -> int:
         """While the optimizer runs, which may need more for itself; the transient buffers are kept."""
-        return self.steady + self.transient + self.update
+        return self.steady + self.transient + self.update + self.window
 
 
 def predict_state(
@@ -110,7 +110,7 @@ def _host_shards(
     sizes = [layout.shard_numel * layout.weight_dtype.itemsize for layout in (*trained, *others)]
     on_cpu = policy.offload is not None and policy.offload.on_cpu
     written = any(not (on_cpu and layout.is_offloaded) for layout in trained)
-    return StateBytes(host=sum(sizes), window=2 * min(STAGED_BYTES, max(sizes)) if written else 0)
+    return StateBytes(host=sum(sizes), transient=2 * min(STAGED_BYTES, max(sizes)) if written else 0)
 
 
 def _floating(infos: Sequence[ParameterInfo]) -> list[ParameterInfo]:

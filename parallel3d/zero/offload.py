@@ -89,8 +89,10 @@ class OffloadedState:
         if storage.file is not None:
             read = min(settings.host_buffers, sum(len(bucket.spans) for bucket in buckets if bucket.is_on_disk))
             self._staging = Staging(storage.file, read, storage.on_host, self._longest)
-        self._window = [_Buffer() for _ in range(settings.buffers)]
         self._group_of = {p: k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        # What gradients pass through on their way to the CPU is kept: to pin new memory takes long.
+        self._window = [_Buffer() for _ in range(settings.buffers)] if self.on_cpu else []
+        self._window_bytes = 0  # of the last step
         self._last: Event = None  # of the last copy to the host
         self._steps = 0
         if self.on_cpu and isinstance(optimizer, _FUSED_ON_CPU):
@@ -118,8 +120,6 @@ class OffloadedState:
                 break
             free -= size
             self._keep_on_device(bucket)
-        if not self._buckets:
-            self._window.clear()
 
     def _keep_on_device(self, bucket: Bucket) -> None:
         """Move the state of a bucket to the device for good."""
@@ -137,8 +137,9 @@ class OffloadedState:
         disk = sum(in_blocks(size) for size, on_disk in flats if on_disk)
         host = sum(size for size, on_disk in flats if not on_disk)
         host += self._staging.nbytes() if self._staging is not None else 0
-        window = bytes_of(t for buffer in self._window for t in buffer.tensors.values())
-        return StateBytes(host=host + window) if self.on_cpu else StateBytes(disk=disk, host=host, window=window)
+        if self.on_cpu:
+            return StateBytes(host=host + _bytes_in(self._window))
+        return StateBytes(disk=disk, host=host, window=self._window_bytes)
 
     def disk_rates(self) -> tuple[float, float] | None:
         """Return the bytes per second that were read and written so far, while any were; None without a disk."""
@@ -175,16 +176,17 @@ class OffloadedState:
     def _step_on_device(
         self, work: Iterator[tuple[Bucket, Span]], untouched: Set[nn.Parameter], factor: Tensor | None, meanwhile: Call
     ) -> None:
-        for buffer in self._window:
-            buffer.free = self._last
-        ready = self._staged(work)
-        coming = deque(self._bring(*one, buffer) for buffer, one in zip(self._window, ready, strict=False))
+        ready, window = self._staged(work), [_Buffer() for _ in range(self._settings.buffers)]
+        coming = deque(self._bring(*one, buffer) for buffer, one in zip(window, ready, strict=False))
         meanwhile()
         while coming:
             visit = coming.popleft()
             self._transfers.wait_for(visit.arrived, self._device)
             self._update(visit, untouched, factor)
             coming.extend(self._bring(*one, visit.buffer) for one in islice(ready, 1))
+        # The window's memory is free for the next forward.
+        self._transfers.wait_for(self._last, self._device)
+        self._window_bytes = _bytes_in(window)
 
     def _staged(self, work: Iterator[tuple[Bucket, Span]]) -> Iterator[tuple[Bucket, Span, Staged | None]]:
         """Yield the spans when their state is in host memory; read those to come from the disk."""
@@ -336,6 +338,10 @@ class OffloadedState:
                     if visit is None:
                         self.settle()
                     self._optimizer.state[piece.master][name] = place.copy_(value)
+
+
+def _bytes_in(window: Sequence[_Buffer]) -> int:
+    return bytes_of(t for buffer in window for t in buffer.tensors.values())
 
 
 def _read(first: tuple[Bucket, Span, Staged | None], reads: deque[Staged]) -> tuple[Bucket, Span, Staged | None]:

@@ -91,7 +91,7 @@ class ShardedOptimizer:
         held = bytes_of(t for values in states for t in values if isinstance(t, Tensor))
         total = StateBytes(optimizer=held)
         if self._host is not None:
-            total += StateBytes(host=bytes_of(self._host.kept), window=bytes_of(self._host.buffers()))
+            total += StateBytes(host=bytes_of(self._host.kept), transient=bytes_of(self._host.buffers()))
         return total + (self.offloaded.state_bytes() if self.offloaded is not None else StateBytes())
 
     def takes_scale(self) -> bool:
