@@ -154,8 +154,8 @@ def compare(case: Case, directory: Path, before_step: Callable[[], None] = lambd
         offloaded = [bucket for bucket in engine.update.sharded.buckets if bucket.is_offloaded]
         if not offloaded or (name == "half") != (len(offloaded) < len(engine.update.sharded.buckets)):
             problems.append(f"{name}: {len(offloaded)} buckets are offloaded")
-        rates = engine.update.sharded.offloaded.disk_rates()
-        if (rates is not None and min(rates) > 0) != (name == "disk"):
+        rates = [file.rates() for file in engine.update.disks().values()]
+        if [min(each) > 0 for each in rates] != [True] * (name == "disk"):
             problems.append(f"{name}: the disk's rates are {rates}")
         for row, (predicted, measured) in engine.reports.memory_report()[engine.global_rank].items():
             # A shard that is padding alone gets masters and no state: up to two blocks of the disk less.

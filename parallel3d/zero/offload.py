@@ -137,16 +137,8 @@ class OffloadedState:
         window = bytes_of(t for buffer in self._window for t in buffer.tensors.values())
         if self._staging is not None:
             state = sum(in_blocks(flat.nbytes) for flat in flats)
-            return StateBytes(disk=state, host=self._staging.nbytes(), window=window)
+            return StateBytes(disk=state, host=bytes_of(self._staging.slabs()), window=window)
         return StateBytes(host=state + window) if self.on_cpu else StateBytes(host=state, window=window)
-
-    def disk_rates(self) -> tuple[float, float] | None:
-        """Return the bytes per second that were read and written so far, while any were; None without a disk."""
-        if self._staging is None:
-            return None
-        file = self._staging.file
-        read, written = (traffic.nbytes / max(traffic.seconds, 1e-9) for traffic in (file.reads, file.writes))
-        return read, written
 
     def settle(self) -> None:
         """Return when the host may read and write the state."""
