@@ -161,8 +161,8 @@ def compare(case: Case, directory: Path, before_step: Callable[[], None] = lambd
             problems.append(f"{name}: {len(offloaded)} buckets are offloaded, {kept} are not, {read} are on disk")
         if name == "disk" and (read < len(offloaded)) != bool(split):
             problems.append(f"{len(offloaded) - read} of {len(offloaded)} offloaded buckets are in host memory")
-        rates = engine.update.sharded.offloaded.disk_rates()
-        if (rates is not None and min(rates) > 0) != (name == "disk"):
+        rates = [file.rates() for file in engine.update.disks().values()]
+        if [min(each) > 0 for each in rates] != [True] * (name == "disk"):
             problems.append(f"{name}: the disk's rates are {rates}")
         for row, (predicted, measured) in engine.reports.memory_report()[engine.global_rank].items():
             # A shard that is padding alone gets masters and no state: up to two blocks of the disk less.

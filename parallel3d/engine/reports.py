@@ -107,10 +107,12 @@ class Reports:
         everyone = all_gather_object(self._memory_rows(), self._groups.control)
         if self._groups.rank == 0:
             print(memory_table(everyone), flush=True)
-            offloaded = self._update.sharded.offloaded
-            if offloaded is not None and (rates := offloaded.disk_rates()) is not None:
-                read, written = (rate / 1e9 for rate in rates)
-                print(f"rank 0 has read {read:.2f} GB/s from its disk, and written {written:.2f} GB/s", flush=True)
+            for what, file in self._update.disks().items():
+                read, written = (rate / 1e9 for rate in file.rates())
+                print(
+                    f"rank 0 has read {read:.2f} GB/s of {what} from its disk, and written {written:.2f} GB/s",
+                    flush=True,
+                )
         return everyone
 
     def write_run_record(self, directory: str | Path | None) -> RunRecord:

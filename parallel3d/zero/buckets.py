@@ -131,7 +131,8 @@ class Bucket:
             master = self._kept(layout, master)
         if layout.is_sharded:
             host = host if layout.weights_on_host else None
-            self.sharded = ShardedWeights(weights, own, self.parameters, views, self._gather_group, host)
+            shard = own if host is None else host.keep(own, layout.weights_on_disk)
+            self.sharded = ShardedWeights(weights, shard, self.parameters, views, self._gather_group, host)
             return weights, self.sharded.shard, master
         self._point_to(own)
         return own, own[self.shard], master

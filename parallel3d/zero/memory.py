@@ -23,6 +23,7 @@ class StateBytes:
     and those that new weights pass through on their way to the host; update: copies of gradients in the masters' dtype, while
     the optimizer runs; gathered: most bytes of sharded weights that are gathered at a time, while layers run; window: buffers
     that offloaded state passes through, while the optimizer runs; host, disk: offloaded state there, and shards of weights.
+    host has the buffers of what is on disk.
     """
 
     weights: int = 0
@@ -97,20 +98,25 @@ def predict_state(
             is_early = any(info.parameter in early for info in layout.infos)
             passing.setdefault(accumulator, []).append((padded, is_early))
     transient = sum(_buffers(sizes) * dtype.itemsize for dtype, sizes in passing.items())
-    total += _host_shards(parameters, frozen, policy, data_size)
+    total += predict_shards(parameters, frozen, policy, data_size)
     return total + StateBytes(transient=transient) + _window(offloaded, policy.offload, moments)
 
 
-def _host_shards(
+def predict_shards(
     parameters: Sequence[ParameterInfo], frozen: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int
 ) -> StateBytes:
-    """Return the shards of weights in host memory, and the buffers that they pass through after the step."""
+    """Predict the shards of weights in host memory and on disk, and the buffers that they pass through; see predict_state."""
     trained = [layout for layout in _layouts(parameters, policy, data_size) if layout.weights_on_host]
     others = [layout for layout in _layouts(_floating(frozen), policy, data_size) if layout.weights_on_host]
-    sizes = [layout.shard_numel * layout.weight_dtype.itemsize for layout in (*trained, *others)]
+    sizes: dict[bool, list[int]] = {False: [0], True: [0]}  # whether on disk -> bytes of shards
+    for layout in (*trained, *others):
+        sizes[layout.weights_on_disk].append(layout.shard_numel * layout.weight_dtype.itemsize)
+    in_memory, on_disk = sizes[False], [in_blocks(size) for size in sizes[True]]
+    buffers = policy.weight_offload.buffers * max(on_disk) if policy.weight_offload is not None else 0
     on_cpu = policy.offload is not None and policy.offload.on_cpu
     written = any(not (on_cpu and layout.is_offloaded) for layout in trained)
-    return StateBytes(host=sum(sizes), transient=2 * min(STAGED_BYTES, max(sizes)) if written else 0)
+    transient = 2 * min(STAGED_BYTES, max(*in_memory, *sizes[True])) if written else 0
+    return StateBytes(host=sum(in_memory) + buffers, disk=sum(on_disk), transient=transient)
 
 
 def _floating(infos: Sequence[ParameterInfo]) -> list[ParameterInfo]:

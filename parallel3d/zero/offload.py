@@ -136,18 +136,10 @@ class OffloadedState:
         flats = [(flat.nbytes, bucket.is_on_disk) for bucket, own in self._flats.items() for flat in own.values()]
         disk = sum(in_blocks(size) for size, on_disk in flats if on_disk)
         host = sum(size for size, on_disk in flats if not on_disk)
-        host += self._staging.nbytes() if self._staging is not None else 0
+        host += bytes_of(self._staging.slabs()) if self._staging is not None else 0
         if self.on_cpu:
             return StateBytes(host=host + _bytes_in(self._window))
         return StateBytes(disk=disk, host=host, window=self._window_bytes)
-
-    def disk_rates(self) -> tuple[float, float] | None:
-        """Return the bytes per second that were read and written so far, while any were; None without a disk."""
-        if self._staging is None:
-            return None
-        file = self._staging.file
-        read, written = (traffic.nbytes / max(traffic.seconds, 1e-9) for traffic in (file.reads, file.writes))
-        return read, written
 
     def settle(self) -> None:
         """Return when the host may read and write the state."""
