@@ -124,7 +124,8 @@ def predict(
     buckets = make_buckets(parameters, len(placement), policy, layout.replicas)
     profiles = profile.layers(layout.tensor_ranks, layout.sequence_parallel, recompute=layout.recompute)
     units = layer_units(profile.specs, profiles)
-    sharded = sharded_weights(layout, policy, profiles, units, parameters, placement, bounds)
+    frozen: list[list[Any]] = [[]] * layout.stages
+    sharded = sharded_weights(layout, [policy] * layout.stages, profiles, units, parameters, frozen, placement, bounds)
     lifetimes = (
         None if sharded is None else sharded.lifetimes(live_limits(config.zero_optimization, sharded.elements)[0])
     )
@@ -139,5 +140,5 @@ def predict(
     if sharded is not None:
         sizes = [{unit: size.nbytes for unit, size in own.items()} for own in sharded.sizes]
         gathered = list(map(peak_live, program.instructions, sizes))
-    stages = tuple(memory.stage(replay, bounds, layout, k, 2**40, gathered=nbytes) for k, nbytes in enumerate(gathered))
+    stages = tuple(memory.stage(replay, bounds, layout, k, 2**40, 2**40, 1, live) for k, live in enumerate(gathered))
     return stages, between, program

@@ -37,6 +37,18 @@ _HALVES = (
     'units="half", an argument of models.decoder and models.from_hf'
 )
 
+# What is offloaded where nothing fits, one after the other: the fastest first. The user's own keys come before these.
+_CPU, _NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/local_nvme"}
+_OFFLOADS: Mapping[str, Mapping[str, Any]] = {
+    "optimizer state in host memory": {"offload_optimizer": _CPU},
+    "weights in host memory": {"offload_param": _CPU},
+    "optimizer state and weights in host memory": {"offload_optimizer": _CPU, "offload_param": _CPU},
+    "optimizer state on NVMe (nvme_path) and weights in host memory": {
+        "offload_optimizer": _NVME,
+        "offload_param": _CPU,
+    },
+}
+
 
 def add_command(commands: Any) -> None:
     """Add `plan` to the subcommands of an argparse parser."""
@@ -119,21 +131,35 @@ def _run(options: argparse.Namespace) -> int:
     question = Question(model, cluster, options.global_batch, options.top, None, calibration, measured, options.auto)
     result = Planner(question).answer()
     show(result, console)
-    if not result.best and (offloaded := _with_offload(question.model.config)) is not None:
-        print("With zero_optimization.offload_optimizer on the CPU:")
-        question = replace(question, model=load_model(options.model, options.seq, offloaded))
-        result = Planner(question).answer()
-        show(result, console)
+    if not result.best:
+        question, result = _offload(question, result, console)
     if fixed is not None:
         explain(result, Planner(replace(question, num_best=1, fixed=fixed, every_auto=False)).answer(), console)
     print("written: " + ", ".join(map(str, _write(result, options.out))))
     return 0 if result.best else 1
 
 
-def _with_offload(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return a configuration with its optimizer state in host memory; None if some is offloaded already."""
-    zero = {"offload_optimizer": {"device": "cpu"}, **given_section(config, "zero_optimization")}
-    return None if zero == config.get("zero_optimization") else {**config, "zero_optimization": zero}
+def _offload(question: Question, result: PlanResult, console: Console) -> tuple[Question, PlanResult]:
+    """Plan with more and more offload until a layout fits, and print how much memory each step lacks.
+
+    result: of the question without offload, which is returned if nothing fits with offload either.
+    """
+    config, tried = question.model.config, result
+    for name, sections in _OFFLOADS.items():
+        zero = {**sections, **given_section(question.model.config, "zero_optimization")}
+        if {**config, "zero_optimization": zero} == config:
+            continue
+        config = {**question.model.config, "zero_optimization": zero}
+        # Without ZeRO-3 weights aren't offloaded, and that is planned already.
+        fixed = parse_layout("zero3") if "offload_param" in sections else None
+        planned = replace(question, model=replace(question.model, config=config), fixed=fixed)
+        tried = Planner(planned).answer()
+        if tried.best:
+            print(f"With {name}:")
+            show(tried, console)
+            return planned, tried
+        print(f"With {name}: nothing fits, {tried.lacking / _GIB:.1f} GiB are lacking")
+    return question, result
 
 
 def _make_writable(directory: Path) -> None:

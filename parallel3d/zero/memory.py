@@ -110,13 +110,17 @@ def predict_shards(
     others = [layout for layout in _layouts(_floating(frozen), policy, data_size) if layout.weights_on_host]
     sizes: dict[bool, list[int]] = {False: [0], True: [0]}  # whether on disk -> bytes of shards
     for layout in (*trained, *others):
-        sizes[layout.weights_on_disk].append(layout.shard_numel * layout.weight_dtype.itemsize)
+        sizes[layout.weights_on_disk].append(_host_shard(layout))
     in_memory, on_disk = sizes[False], [in_blocks(size) for size in sizes[True]]
     buffers = policy.weight_offload.buffers * max(on_disk) if policy.weight_offload is not None else 0
     on_cpu = policy.offload is not None and policy.offload.on_cpu
     written = any(not (on_cpu and layout.is_offloaded) for layout in trained)
     transient = 2 * min(STAGED_BYTES, max(*in_memory, *sizes[True])) if written else 0
     return StateBytes(host=sum(in_memory) + buffers, disk=sum(on_disk), transient=transient)
+
+
+def _host_shard(layout: BucketLayout) -> int:
+    return layout.shard_numel * layout.weight_dtype.itemsize if layout.weights_on_host else 0
 
 
 def _floating(infos: Sequence[ParameterInfo]) -> list[ParameterInfo]:
@@ -154,10 +158,11 @@ def _layouts(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size:
 
 
 class UnitSize(NamedTuple):
-    """Size of a unit of sharded weights while it is gathered, padding included."""
+    """Size of a unit of sharded weights while it is gathered, padding included. host: bytes of its shard in host memory."""
 
     numel: int
     nbytes: int
+    host: int
 
 
 def unit_sizes(
@@ -168,9 +173,9 @@ def unit_sizes(
     for own in (parameters, _floating(frozen)):
         for layout in _layouts(own, policy, data_size):
             if layout.is_sharded:
-                numel, nbytes = sizes.get(layout.infos[0].unit, (0, 0))
-                more = layout.numel * layout.weight_dtype.itemsize
-                sizes[layout.infos[0].unit] = UnitSize(numel + layout.numel, nbytes + more)
+                numel, nbytes, host = sizes.get(layout.infos[0].unit, (0, 0, 0))
+                more, size = layout.numel * layout.weight_dtype.itemsize, _host_shard(layout)
+                sizes[layout.infos[0].unit] = UnitSize(numel + layout.numel, nbytes + more, host + size)
     return sizes
 
 
@@ -194,6 +199,43 @@ def update_traffic(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data
         each += weight.itemsize if weight != master else 0
         total += each * layout.shard_numel
     return total
+
+
+class OffloadTraffic(NamedTuple):
+    """Bytes that an update of offloaded state moves.
+
+    copied: over the device's link to the host, in the direction that has more; updated: read and written in host memory by a
+    step on the CPU; on_disk: read from the disk, and as many written to it.
+    """
+
+    copied: int
+    updated: int
+    on_disk: int
+
+
+def offload_traffic(
+    parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int, moments: int = 2
+) -> OffloadTraffic:
+    """Return the bytes that an update of a rank's offloaded state moves, and of its weights to shards in host memory.
+
+    A step on the CPU reads and writes masters and optimizer state. It writes gradients as they arrive, reads them, writes them
+    in the masters' dtype, clips them and reads them; it reads masters once more, and writes weights, which are read.
+    """
+    copied = updated = on_disk = 0
+    for layout in _layouts(parameters, policy, data_size):
+        gradient, master, weight = (
+            d.itemsize for d in (layout.gradient_dtype, layout.master_dtype, layout.weight_dtype)
+        )
+        each, states = 0 if not layout.weights_on_host else weight, moments + layout.has_own_master
+        if layout.is_offloaded and policy.offload is not None:
+            on_disk += states * in_blocks(master * layout.shard_numel) * layout.is_on_disk
+            if policy.offload.on_cpu:
+                each = gradient
+                updated += layout.shard_numel * (2 * gradient + (2 * states + 5) * master + 2 * weight)
+            else:
+                each += states * master
+        copied += each * layout.shard_numel
+    return OffloadTraffic(copied, updated, on_disk)
 
 
 def communicated_bytes(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int) -> int:

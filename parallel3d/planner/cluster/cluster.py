@@ -22,6 +22,9 @@ class Device:
     - host_seconds: seconds that the host needs to call an operator in the forward or backward of a training, Python included;
       0 where the host is the device.
     - host_bandwidth: bytes a second that it copies from and to pinned host memory, in each direction while both are in use.
+    - host_memory: bytes of the host's memory for each device; host_memory_bandwidth: bytes a second that an optimizer's step on
+      the CPU reads and writes there; disk_bandwidth: bytes a second that are read from a local disk, and as many written, for
+      each device.
     """
 
     name: str
@@ -33,6 +36,9 @@ class Device:
     kernel_seconds: float
     host_seconds: float = 0.0
     host_bandwidth: float = 24e9
+    host_memory: int = 120 * 2**30
+    host_memory_bandwidth: float = 60e9
+    disk_bandwidth: float = 3e9
 
 
 @dataclass(frozen=True)

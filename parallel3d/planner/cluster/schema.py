@@ -100,6 +100,9 @@ class DeviceSpec(Described):
     kernel_seconds: Seconds | None = None
     host_seconds: Seconds | None = None
     host_bandwidth: Bandwidth | None = None
+    host_memory: Bytes | None = None
+    host_memory_bandwidth: Bandwidth | None = None
+    disk_bandwidth: Bandwidth | None = None
 
 
 class GpusSpec(Described):

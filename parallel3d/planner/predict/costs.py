@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import starmap
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from parallel3d.schedule.builders import WHOLE_BACKWARDS
 from parallel3d.schedule.instructions import Op, Program
 from parallel3d.schedule.lifetimes import LiveLimits
 from parallel3d.schedule.timing import Cost, CriticalPath, Simulation, Timeline
-from parallel3d.zero.memory import predict_state, update_traffic
+from parallel3d.zero.memory import offload_traffic, update_traffic
 from parallel3d.zero.policy import ZeroPolicy
 
 # Collectives over a chunk's replicas, and how often they run in a step.
@@ -72,7 +73,7 @@ class SplitLayout:
 
     - layers: profiles of the layers on a rank, for micro-batches of 1/`samples` of the layout's.
     - placement: stage of each chunk; chunk c has layers bounds[c] to bounds[c + 1].
-    - stages: parameters of each stage; buckets: of their gradients.
+    - stages: parameters of each stage, and policies: of each; buckets: of their gradients.
     - compute_times: times of the chunks without reductions of gradients beside them.
     - sharded: weights that live as shards; None if all are whole, and in rough predictions.
     """
@@ -84,10 +85,15 @@ class SplitLayout:
     placement: tuple[int, ...]
     bounds: tuple[int, ...]
     compute_times: Times
-    policy: ZeroPolicy
+    policies: Sequence[ZeroPolicy]
     stages: Sequence[Sequence[ParameterInfo]]
     buckets: Buckets
     sharded: ShardedWeights | None = None
+
+    @property
+    def policy(self) -> ZeroPolicy:
+        """The policy, but for which shards of weights are in host memory."""
+        return self.policies[0]
 
     @property
     def _wire_bytes(self) -> int:
@@ -157,17 +163,25 @@ class SplitLayout:
         return of_stages(np.array(of_chunks), self.placement)
 
     def optimizer_seconds(self) -> float:
-        """Return the seconds of the optimizer's step on the slowest stage."""
-        slowest = [min(device.memory_bandwidth for device in devices) for devices in self.links.devices]
-        stages = zip(self.stages, slowest, strict=True)
-        unlike = {(speed, *((id(i.parameter), i.shared) for i in own)): (own, speed) for own, speed in stages}
-        replicas = self.layout.replicas
-        seconds = max(update_traffic(own, self.policy, replicas) / speed for own, speed in unlike.values())
-        if self.policy.offload is None:
-            return seconds
-        # Offloaded state is copied in both directions at once, beside the update.
-        link = min(device.host_bandwidth for devices in self.links.devices for device in devices)
-        return max(seconds, *(predict_state(own, self.policy, replicas).host / link for own, _ in unlike.values()))
+        """Return the seconds of the optimizer's step on the slowest stage.
+
+        Offloaded state is copied in both directions at once, while other state is updated.
+        """
+        rates = "memory_bandwidth", "host_bandwidth", "host_memory_bandwidth", "disk_bandwidth"
+        of_stages = ([self.links.slowest(rate, stage) for rate in rates] for stage in self.links.first_alike)
+        stages = zip(self.stages, self.policies, of_stages, strict=True)
+        # Stages of equal parameters and devices count once.
+        unlike = {
+            (id(p), *speeds, *((id(i.parameter), i.shared) for i in own)): (own, p, speeds) for own, p, speeds in stages
+        }
+
+        def seconds(own: Sequence[ParameterInfo], policy: ZeroPolicy, speeds: Sequence[float]) -> float:
+            moved = [update_traffic(own, policy, self.layout.replicas)]
+            if policy.offload is not None or policy.weight_offload is not None:
+                moved += offload_traffic(own, policy, self.layout.replicas)
+            return max(nbytes / speed for nbytes, speed in zip(moved, speeds, strict=False))
+
+        return max(starmap(seconds, unlike.values()))
 
     def cost(self) -> StepCost:
         """Return the seconds of each instruction."""
@@ -225,8 +239,8 @@ WORTH_HALVES = 0.998
 
 
 def fullness_of(memory: Sequence[StageMemory]) -> float:
-    """Return the reserved share of the fullest device's memory; more than 1 doesn't fit."""
-    return max(stage.reserved / stage.capacity for stage in memory)
+    """Return the share that is used of the fullest device's memory, or host's; more than 1 doesn't fit."""
+    return max(stage.fullest[0] for stage in memory)
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from parallel3d.optim import build_optimizer
 from parallel3d.optim.optimizers import step_bytes
 from parallel3d.parameters import ParameterInfo
 from parallel3d.planner.predict.chunk_memory import ChunkMemory, MemoryReplay, chunk_memory
-from parallel3d.planner.predict.profile import ModelProfile
+from parallel3d.planner.predict.profile import ModelProfile, frozen_infos, stage_layers
 from parallel3d.planner.search.result import StageMemory
 from parallel3d.schedule.memory import ChunkBytes
 from parallel3d.specs import TiedLayerSpec
-from parallel3d.zero.memory import communicated_bytes, moments_of, piece_sizes, predict_state
+from parallel3d.zero.memory import communicated_bytes, moments_of, piece_sizes, predict_state, unit_sizes
 
 # cuBLAS's workspace, of Hopper's size (CUBLAS_WORKSPACE_CONFIG's documentation), which PyTorch allocates for each thread that
 # multiplies: the script's, and autograd's.
@@ -37,13 +37,16 @@ class _State(NamedTuple):
     """Model state of a stage's ranks in bytes, by name.
 
     - steady: always; kept: from the first backward on; step: while the optimizer runs.
-    - shared: bytes of weights in memory that replicas map, which PyTorch's allocator doesn't count.
+    - shared: bytes of weights in memory that replicas map, which PyTorch's allocator doesn't count; host, disk: of what is
+      offloaded there.
     """
 
     steady: dict[str, int]
     kept: dict[str, int]
     step: dict[str, int]
     shared: int
+    host: int
+    disk: int
 
 
 class MemoryModel:
@@ -73,22 +76,23 @@ class MemoryModel:
         layout: Layout,
         stage: int,
         capacity: int,
+        host_capacity: int,
         samples: float = 1,
         gathered: int = 0,
     ) -> StageMemory:
         """Predict the memory of a stage.
 
         - replay: of the program; bounds: chunk c has layers bounds[c] to bounds[c + 1]; layout: fully specified.
-        - capacity: bytes of the smallest device of the stage.
+        - capacity: bytes of the smallest device of the stage; host_capacity: of the host's memory for each rank.
         - samples: estimate micro-batches of this many times the layout's.
         - gathered: most bytes of sharded weights that are gathered at a time.
         """
-        on_cuda, own = self.model.device == "cuda", _own(self._layers(layout), bounds, replay.placement, stage)
+        on_cuda, layers = self.model.device == "cuda", self._layers(layout)
         model, chunks = self._state(replay, bounds, layout, stage), self.chunks(replay, bounds, layout, stage)
         within, held = (round(samples * nbytes) for nbytes in replay.peak(stage, chunks))
         # The transport keeps the last gradients sent until it sends again.
         sent = max(chunk.held.input_gradient if chunk.held.received else 0 for chunk in chunks.values())
-        tables = max((layer.tables for layer in own), default=0)
+        tables = max((layers[k].tables for k in stage_layers(bounds, replay.placement, stage)), default=0)
         steady = {**model.steady, "tables": tables, "libraries": _LIBRARY_BYTES if on_cuda else 0}
         kept = {**model.kept, "messages": round(samples * sent) if on_cuda else 0}
         extra = {
@@ -110,6 +114,9 @@ class MemoryModel:
             reserved=allocated + gaps + outside,
             outside=outside,
             capacity=capacity,
+            host=model.host,
+            host_capacity=host_capacity,
+            disk=model.disk,
         )
 
     def of_layers(self, layout: Layout) -> tuple[list[float], list[float]]:
@@ -182,24 +189,27 @@ class MemoryModel:
         """Predict the model state of each rank of a stage: what it trains, and frozen parameters and buffers."""
         model, placement, splits = self.model, replay.placement, replay.splits(stage)
         # The same for any micro-batch, and whether layers are recomputed or not.
-        own = _own(model.layers(layout.tensor_ranks, layout.sequence_parallel), bounds, placement, stage)
+        layers = model.layers(layout.tensor_ranks, layout.sequence_parallel)
+        owned = stage_layers(bounds, placement, stage)
+        own = [layers[k] for k in owned]
         # Ties connect stages: if there are some, all of the partition counts; else which layers the stage has.
         chunks = tuple(bounds[c + 1] - bounds[c] for c, s in enumerate(placement) if s == stage)
         where: tuple[object, ...] = (stage, tuple(bounds), placement) if self._has_ties else (chunks, *map(id, own))
         key = (where, layout.tensor_ranks, layout.sequence_parallel, layout.zero, layout.replicas, splits)
         if key not in self._states:
-            policy, replicas = model.policy(layout.zero), layout.replicas
             infos = model.stage_parameters(layout.tensor_ranks, layout.sequence_parallel, bounds, placement)[stage]
+            replicas, frozen = layout.replicas, frozen_infos(layers, owned)
+            policy = model.rank_policy(layout.zero, replicas, [*infos, *frozen])
             early = {parameter for layer in own for name, parameter in layer.parameters if name in layer.early}
-            others = sum(layer.buffers for layer in own)
-            frozen, cast = [parameter for layer in own for _, parameter in layer.frozen], model.precision.weights
-            size = sum(p.numel() * (cast if cast and p.is_floating_point() else p.dtype).itemsize for p in frozen)
-            others += 0 if policy.weight_offload else size // (replicas if policy.stage == 3 else 1)
-            state = predict_state(infos, policy, replicas, self._moments, early if splits else set())
+            kept, cast = [info.parameter for info in frozen], model.precision.weights
+            size = sum(p.numel() * (cast if cast and p.is_floating_point() else p.dtype).itemsize for p in kept)
+            others = sum(layer.buffers for layer in own) + size // (replicas if policy.stage == 3 else 1)
+            others -= sum(unit.host for unit in unit_sizes([], frozen, policy, replicas).values())
+            state = predict_state(infos, policy, replicas, self._moments, early if splits else set(), frozen)
             shared = state.weights if self._steps_by_kernel and layout.zero and replicas in WORLD_SIZES else 0
             total, largest = piece_sizes(infos, policy, replicas)
             if policy.offload is not None:
-                total = largest = min(total, policy.offload.window)
+                total = largest = 0 if policy.offload.on_cpu else min(total, policy.offload.window)
             self._states[key] = _State(
                 steady={
                     "weights": state.weights - shared + others,
@@ -217,12 +227,7 @@ class MemoryModel:
                     "workspace": step_bytes(self._optimizer, total, largest, 4, model.device == "cuda"),
                 },
                 shared=shared,
+                host=state.host,
+                disk=state.disk,
             )
         return self._states[key]
-
-
-def _own(
-    layers: Sequence[LayerProfile], bounds: Sequence[int], placement: Sequence[int], stage: int
-) -> list[LayerProfile]:
-    """Return the layers of a stage."""
-    return [layers[k] for c, s in enumerate(placement) if s == stage for k in range(bounds[c], bounds[c + 1])]

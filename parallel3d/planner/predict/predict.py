@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
+from itertools import chain
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -21,7 +23,7 @@ from parallel3d.planner.network.links import Network
 from parallel3d.planner.predict.chunk_memory import MemoryReplay
 from parallel3d.planner.predict.costs import SplitLayout, StepCost, StepPrediction, least_computing, of_stages
 from parallel3d.planner.predict.memory import MemoryModel
-from parallel3d.planner.predict.profile import ModelProfile, layer_units
+from parallel3d.planner.predict.profile import ModelProfile, frozen_infos, layer_units, stage_layers
 from parallel3d.planner.predict.program import (
     Buckets,
     Programs,
@@ -68,6 +70,7 @@ class Predictor:
         measured: Sequence[LayerCost] | None = None,
     ):
         self.model, self.network, self.calibration = model, network, calibration or Calibration()
+        self._on_host = max(Counter(gpu.host for gpu in network.cluster.gpus).values())
         self._memories: dict[Units, MemoryModel] = {None: MemoryModel(profile)}
         self._factors: dict[Units, Floats | float] = {None: 1.0, "half": 1.0}
         if measured is not None:
@@ -184,19 +187,23 @@ class Predictor:
         bounds: Sequence[int] | None = None,
     ) -> SplitLayout:
         """Split a layout; the parameters of equal owners count as one unless exactly."""
-        links, policy = self.links(layout, places, exactly), self.profile().policy(layout.zero)
+        links = self.links(layout, places, exactly)
         placement = placement_of(layout.placement, layout.stages, layout.chunks)
         bounds, times = self._chunks(layout, links, placement, exactly, bounds)
         profile, slicing = self.profile(layout.units), (layout.tensor_ranks, layout.sequence_parallel)
         stages = profile.stage_parameters(*slicing, bounds, placement, merged=not exactly)
+        layers, samples = self.layers(layout, exactly), 1 if exactly else layout.micro_batch
+        own = (stage_layers(bounds, placement, k) if exactly else () for k in range(layout.stages))
+        frozen = [frozen_infos(layers, owned) for owned in own]
+        every = map(chain, stages, frozen)
+        policies = [profile.rank_policy(layout.zero, layout.replicas, infos) for infos in every]
         if exactly:
-            buckets = make_buckets(stages, len(placement), policy, layout.replicas)
+            buckets = make_buckets(stages, len(placement), policies[0], layout.replicas)
         else:
             buckets = rough_buckets(stages, len(placement))
-        layers, samples = self.layers(layout, exactly), 1 if exactly else layout.micro_batch
-        units = layer_units(profile.specs, layers) if exactly and policy.stage == 3 else ()
-        sharded = sharded_weights(layout, policy, layers, units, stages, placement, bounds) if units else None
-        return SplitLayout(layout, links, layers, samples, placement, bounds, times, policy, stages, buckets, sharded)
+        units = layer_units(profile.specs, layers) if exactly and layout.zero == 3 else ()
+        sharded = sharded_weights(layout, policies, layers, units, stages, frozen, placement, bounds) if units else None
+        return SplitLayout(layout, links, layers, samples, placement, bounds, times, policies, stages, buckets, sharded)
 
     def links(self, layout: Layout, places: Sequence[int] | None = None, exactly: bool = True) -> LayoutLinks:
         """Return the links of the layout's ranks. places: see predict."""
@@ -251,13 +258,19 @@ class Predictor:
         """Return the memory of each stage, as the calibration corrects it."""
         layout, replay = split.layout, MemoryReplay.of(program)
         model, samples = self.memory_model(layout.units), untimed_flight(layout, program.num_micro_batches)
-        stages = enumerate(map(_capacity, split.links.devices))
         gathered = [0] * layout.stages
         if split.sharded is not None:
             sizes = [{unit: size.nbytes for unit, size in own.items()} for own in split.sharded.sizes]
             gathered = list(map(peak_live, program.instructions, sizes))
-        found = (model.stage(replay, split.bounds, layout, k, each, samples, gathered[k]) for k, each in stages)
+        stages = enumerate(zip(map(self._capacity, split.links.devices), gathered, strict=True))
+        found = (model.stage(replay, split.bounds, layout, k, *room, samples, live) for k, (room, live) in stages)
         return tuple(map(self.calibration.correct_memory, found))
+
+    def _capacity(self, devices: Sequence[Device]) -> tuple[int, int]:
+        """Return the bytes of the smallest of some devices, and of the memory of its host that each rank may take."""
+        given = self.profile().config.offload.host_memory_gib
+        host = min(device.host_memory for device in devices) if given is None else int(given * 2**30 / self._on_host)
+        return min(device.memory for device in devices), host
 
     def rough_memory(self, layout: Layout) -> Iterator[StageMemory]:
         """Yield about the memory of the stages that may be the fullest, scaled from that of a single sample.
@@ -271,8 +284,8 @@ class Predictor:
         # A long pipeline is the fullest at its ends, or in the middle.
         for stage in sorted({0, 1, layout.stages // 2, layout.stages - 2, layout.stages - 1}):
             if 0 <= stage < layout.stages:
-                capacity = _capacity(links.devices[stage])
-                yield self.calibration.correct_memory(memory.stage(replay, bounds, one, stage, capacity, samples))
+                room = self._capacity(links.devices[stage])
+                yield self.calibration.correct_memory(memory.stage(replay, bounds, one, stage, *room, samples))
 
     def split_carefully(self, layout: Layout, links: LayoutLinks) -> tuple[int, ...]:
         """Return the chunks' bounds in layers with even stages and the shortest step; takes its time."""
@@ -319,7 +332,3 @@ def _fastest(times: Sequence[Times], placement: Sequence[int]) -> tuple[Times, t
 def _even_bounds(costs: Sequence[float], num_chunks: int, paces: Sequence[float] | None) -> tuple[int, ...]:
     """Return the chunks' bounds in layers with the smallest slowest chunk."""
     return partition_layers(segment_costs(costs), num_chunks, paces=paces).bounds
-
-
-def _capacity(devices: Sequence[Device]) -> int:
-    return min(device.memory for device in devices)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -69,6 +69,7 @@ class ModelProfile:
         self._profiles: dict[tuple[_Slicing, int, bool], tuple[LayerProfile, ...]] = {}
         self._parameters: dict[object, list[list[ParameterInfo]]] = {}
         self._merged: dict[object, nn.Parameter] = {}
+        self._policies: dict[tuple[int, int], ZeroPolicy] = {}
 
     def of_layers(self, layers: Sequence[Layer]) -> ModelProfile:
         """Return the profile of the same model in other layers, for both of which the loss is traced once."""
@@ -77,16 +78,24 @@ class ModelProfile:
         other._losses = self._losses
         return other
 
-    def policy(self, zero: int) -> ZeroPolicy:
+    def policy(self, zero: int, shard_numel: int = 0) -> ZeroPolicy:
         """Return the policy of a ZeRO stage under the rest of the configuration.
 
-        Stage 2 reduces per micro-batch unless the configuration turns that off.
+        Stage 2 reduces per micro-batch unless the configuration turns that off. shard_numel: see make_policy.
         """
-        given = self.config.zero_optimization
+        key, given = (zero, shard_numel), self.config.zero_optimization
+        if key in self._policies:
+            return self._policies[key]
         each = given.reduce_per_micro_batch is not False
         section = given.model_copy(update={"stage": zero, "reduce_per_micro_batch": each})
         config = self.config.model_copy(update={"zero_optimization": section})
-        return make_policy(config, [], torch.device("cpu"), self.precision.weights)
+        self._policies[key] = make_policy(config, [], torch.device("cpu"), self.precision.weights, shard_numel)
+        return self._policies[key]
+
+    def rank_policy(self, zero: int, replicas: int, infos: Iterable[ParameterInfo]) -> ZeroPolicy:
+        """Return the policy of a rank with these parameters, frozen ones too: how many may be in host memory."""
+        limited = self.config.zero_optimization.offload_param.max_in_cpu is not None
+        return self.policy(zero, sum(info.parameter.numel() for info in infos) // replicas if limited else 0)
 
     def loaded(self, micro_batch: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the bytes that the loader puts on the device, for each tensor of the inputs and of the labels.
@@ -195,6 +204,16 @@ def _at(micro_batch: int, traced: Callable[[int], tuple[LayerProfile, ...]]) -> 
         if len(whole) == len(one):
             return whole
     return traced(micro_batch)
+
+
+def frozen_infos(layers: Sequence[LayerProfile], owned: Iterable[int]) -> list[ParameterInfo]:
+    """Return the frozen parameters of a stage, which has these layers."""
+    return [ParameterInfo("", parameter, (0,), k) for k in owned for _, parameter in layers[k].frozen]
+
+
+def stage_layers(bounds: Sequence[int], placement: Sequence[int], stage: int) -> list[int]:
+    """Return the layers of a stage."""
+    return [k for c, s in enumerate(placement) if s == stage for k in range(bounds[c], bounds[c + 1])]
 
 
 def stage_parameters(

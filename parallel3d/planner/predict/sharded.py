@@ -33,9 +33,13 @@ class ShardedWeights:
         return Lifetimes(self.uses, {unit: size for own in self.elements for unit, size in own.items()}, limits)
 
     def gathers(self, links: LayoutLinks, placement: Sequence[int]) -> dict[tuple[Op, int, int | None], float]:
-        """Return the seconds of each unit's gather, which may stand before a compute of any chunk of its stage."""
+        """Return the seconds of each unit's gather, which may stand before a compute of any chunk of its stage.
+
+        A shard in host memory is copied to the device first.
+        """
         return {
-            (Op.GATHER_PARAMS, chunk, unit): links.over_replicas("all_gather", size.nbytes, stage)
+            (Op.GATHER_PARAMS, chunk, unit): size.host / links.slowest("host_bandwidth", stage)
+            + links.over_replicas("all_gather", size.nbytes, stage)
             for chunk, stage in enumerate(placement)
             for unit, size in self.sizes[stage].items()
         }
@@ -43,24 +47,22 @@ class ShardedWeights:
 
 def sharded_weights(
     layout: Layout,
-    policy: ZeroPolicy,
+    policies: Sequence[ZeroPolicy],
     layers: Sequence[LayerProfile],
     units: Sequence[Use],
     stages: Sequence[Sequence[ParameterInfo]],
+    frozen: Sequence[Sequence[ParameterInfo]],
     placement: Sequence[int],
     bounds: Sequence[int],
 ) -> ShardedWeights | None:
     """Return the sharded weights of a layout; None if it has none.
 
-    units: those that have parameters of each layer; stages: the trainable parameters of each stage.
+    policies: of each stage; units: those that have parameters of each layer; stages, frozen: the parameters of each stage.
     """
-    if not policy.shards_weights(layout.replicas):
+    if not policies[0].shards_weights(layout.replicas):
         return None
-    sizes = []
-    for stage, own in enumerate(stages):
-        held = [k for c, s in enumerate(placement) if s == stage for k in range(bounds[c], bounds[c + 1])]
-        frozen = [ParameterInfo("", parameter, (0,), k) for k in held for _, parameter in layers[k].frozen]
-        sizes.append(unit_sizes(own, frozen, policy, layout.replicas))
+    every = zip(stages, frozen, policies, strict=True)
+    sizes = [unit_sizes(own, others, policy, layout.replicas) for own, others, policy in every]
 
     def of_chunk(chunk: int) -> ChunkUses:
         own = range(bounds[chunk], bounds[chunk + 1])

@@ -145,6 +145,10 @@ class LayoutLinks:
         kinds = self.network.device_of[self.ranks].reshape(self.shape[0], -1)
         return [[self.network.devices[kind] for kind in dict.fromkeys(stage.tolist())] for stage in kinds]
 
+    def slowest(self, rate: str, stage: int) -> float:
+        """Return the least of the rates of a stage's devices by the name of a field of Device."""
+        return min(getattr(device, rate) for device in self.devices[stage])
+
     @cached_property
     def first_alike(self) -> list[int]:
         """For each stage, the first one on the same kinds of device."""

@@ -69,12 +69,13 @@ class Planner:
 
     def __init__(self, question: Question):
         self.question, model, cluster = question, question.model, question.cluster
-        self.space = self._space()
-        profile = profile_of(model, cluster, configuration(self.space.layout(0), model.config))
+        config = configuration(Layout(zero=3), model.config)  # with all keys that may count
+        self.space = self._space(load(config).zero_optimization.offload_param.device not in ("none", None))
+        profile = profile_of(model, cluster, config)
         self.network = Network(question.calibration.correct_cluster(cluster))
         self.predictor = Predictor(model, profile, self.network, question.calibration, question.measured)
 
-    def _space(self) -> Space:
+    def _space(self, offloads: bool) -> Space:
         question, fixed = self.question, self.question.fixed
         count, batch = len(question.cluster.gpus), question.global_batch
         if not 1 <= batch <= _MOST_SAMPLES:
@@ -83,7 +84,7 @@ class Planner:
         layers, halves = len(question.model.layers), len(self._halves())
         if layers > _MOST_LAYERS:
             raise ConfigError(f"{question.model.name} has {layers} layers; plan for a model of {_MOST_LAYERS} or fewer")
-        space = enumerate_space(count, batch, layers, halves, tensor_ranks, fixed)
+        space = enumerate_space(count, batch, layers, halves, tensor_ranks, fixed, offloads)
         if len(space):
             return space
         if fixed is not None and len(enumerate_space(count, batch, layers, halves, tensor_ranks)):
@@ -137,6 +138,7 @@ class Planner:
         shown = [prediction_of(predictor, c) for c in best]
         winner = best[0] if best else None
         live = winner.limits.live if winner and winner.limits else None
+        remedy, lacking = (None, 0) if best else what_would_fit(search)
         return PlanResult(
             model=question.model.name,
             cluster=question.cluster.name,
@@ -152,7 +154,8 @@ class Planner:
             config=configuration(winner.layout, question.model.config, winner.split.bounds, live) if winner else {},
             layers=tuple(map(layer_name, question.model.layers)),
             halves=tuple(map(layer_name, self._halves())),
-            remedy=None if best else what_would_fit(search),
+            remedy=remedy,
+            lacking=lacking,
             considered=len(self.space),
             simulated=len(search.candidates),
         )

@@ -59,11 +59,15 @@ def _why(evaluated: StepPrediction | OutOfMemory, winner: Prediction | None) -> 
 
 def _does_not_fit(memory: Sequence[StageMemory]) -> str:
     """Say which stage is too large, and what takes the most of it."""
-    worst = max(memory, key=lambda stage: stage.reserved / stage.capacity)
-    largest = sorted(worst.parts.items(), key=lambda part: -part[1])[:2]
-    parts = " and ".join(f"{nbytes / _GIB:.1f} GiB of {name}" for name, nbytes in largest)
-    sizes = f"{worst.reserved / _GIB:.1f} GiB of {worst.capacity / _GIB:.1f}"
-    return f"stage {worst.stage} needs {sizes}: {parts or 'model state'}"
+    worst = max(memory, key=lambda stage: stage.fullest)
+    _, needed, capacity = worst.fullest
+    parts = {"offloaded state": worst.host} if needed == worst.host else worst.parts
+    largest = sorted(parts.items(), key=lambda part: -part[1])[:2]
+    names = " and ".join(f"{nbytes / _GIB:.1f} GiB of {name}" for name, nbytes in largest)
+    place = " of its host's memory" if needed == worst.host else ""
+    return (
+        f"stage {worst.stage} needs {needed / _GIB:.1f} GiB of {capacity / _GIB:.1f}{place}: {names or 'model state'}"
+    )
 
 
 def _ruled_out(search: BranchAndBound, known: set[Grid], winner: Prediction | None) -> list[Rejected]:
@@ -98,26 +102,28 @@ def trade_off(found: Sequence[StepPrediction]) -> tuple[tuple[int, float, str], 
     return tuple(front)
 
 
-def what_would_fit(search: BranchAndBound) -> str:
-    """Say what binds if nothing fits, and the smallest change that fits."""
+def what_would_fit(search: BranchAndBound) -> tuple[str, int]:
+    """Say what binds if nothing fits, and the smallest change that fits; also return the bytes that are missing on a rank."""
     have, capacity = int(search.space.shapes[0].prod()), search.capacity
     if search.evaluated:
         nearest = min(search.evaluated.values(), key=lambda each: fullness_of(each.memory))
-        worst = max(nearest.memory, key=lambda stage: stage.reserved / stage.capacity)
+        worst = max(nearest.memory, key=lambda stage: stage.fullest)
+        share, needed, capacity = worst.fullest
+        owner = "hosts" if needed == worst.host else "GPUs"
         return (
             f"nothing fits: {nearest.layout.text} comes closest, but {_does_not_fit(nearest.memory)}. The smallest change: "
-            f"GPUs with {ceil(worst.reserved / _GIB)} GiB, about {_doubled(have, worst.reserved / worst.capacity)} GPUs "
-            f"instead of {have}, or shorter samples (--seq)"
-        )
+            f"{owner} with {ceil(needed / _GIB)} GiB, about {_doubled(have, share)} GPUs instead of {have}, or shorter samples "
+            "(--seq)"
+        ), needed - capacity
     possible = np.isfinite(search.bounds.seconds)
     if not possible.any():
-        return "nothing can be built: " + "; ".join(search.bounds.why_not_sharded.values())
+        return "nothing can be built: " + "; ".join(search.bounds.why_not_sharded.values()), 0
     least = float(search.bounds.bytes[possible].min())
     return (
         f"nothing fits: weights, gradients, optimizer state and activations take at least {least / _GIB:.1f} GiB a rank, "
         f"however they are spread over {have} GPUs of {capacity / _GIB:.1f} GiB. The smallest change: about "
         f"{_doubled(have, least / capacity)} GPUs, or GPUs with more than {ceil(least / _GIB)} GiB"
-    )
+    ), round(least) - capacity
 
 
 def _doubled(gpus: int, times: float) -> int:

@@ -16,6 +16,8 @@ class StageMemory(StoredModel):
     - allocated: at the peak, as torch.cuda.max_memory_allocated counts.
     - reserved: with the allocator's gaps and with `outside`, which is CUDA's context and NCCL's buffers.
     - capacity: of the smallest device of the stage.
+    - host: of offloaded state and weights in host memory; host_capacity: of the host's memory for each rank; disk: of
+      offloaded state on disk.
     """
 
     stage: int
@@ -25,6 +27,15 @@ class StageMemory(StoredModel):
     reserved: int
     outside: int = 0
     capacity: int
+    host: int = 0
+    host_capacity: int = 1
+    disk: int = 0
+
+    @property
+    def fullest(self) -> tuple[float, int, int]:
+        """Used share, bytes and capacity of the device's memory, or of the host's if that is fuller."""
+        sizes = (self.reserved, self.capacity), (self.host, self.host_capacity)
+        return max((nbytes / capacity, nbytes, capacity) for nbytes, capacity in sizes)
 
 
 class Prediction(Layout):
@@ -111,7 +122,7 @@ class PlanResult(StoredModel):
     """Result of `p3d plan`.
 
     - best: ranked layouts, the winner first. It is empty if nothing fits; then `remedy` says what binds and the smallest
-      change that fits.
+      change that fits, and `lacking` bytes of memory are missing on a rank.
     - rejected: alternatives, the closest first; trade_off: (peak bytes, seconds, layout) that no other one beats in both.
     - timeline, links, map: of the winner; config: a configuration to run it with.
     - layers: names of the model's layers, and halves: of its half blocks, which layouts with such units count.
@@ -133,5 +144,6 @@ class PlanResult(StoredModel):
     layers: tuple[str, ...]
     halves: tuple[str, ...] = ()
     remedy: str | None = None
+    lacking: int = 0
     considered: int = 0
     simulated: int = 0

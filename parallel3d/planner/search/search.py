@@ -154,7 +154,10 @@ class Bounds:
             layout = space.layout(chosen[0])
             bounds = 0, len(profile.specs)
             (whole,) = profile.stage_parameters(layout.tensor_ranks, False, bounds, (0,), merged=True)
-            state = predict_state(whole, profile.policy(layout.zero), layout.replicas)
+            policy = profile.policy(layout.zero)
+            if policy.offload is not None:  # of some of the buckets, which are one here
+                policy = replace(policy, offload=replace(policy.offload, ratio=1.0))
+            state = predict_state(whole, policy, layout.replicas)
             found[chosen] = state.steady / space.stages[chosen]
         for chosen in _groups(space.tensor_ranks, space.sequence_parallel, space.recompute):
             one = space.layout(chosen[0]).model_copy(update={"micro_batch": 1, "units": None})
@@ -304,16 +307,17 @@ class BranchAndBound:
 
 
 def _with_whole_weights(layout: Layout) -> Layout:
-    """Return the layout with ZeRO-2 that takes no more time than one with ZeRO-3: it gathers once a step. Others stay."""
+    """Return the layout with whole weights that takes no more time than one with ZeRO-3. Others stay."""
     if layout.zero < 3:
         return layout
     chunks = 1 if layout.stages == 1 else layout.chunks
     named = {"schedule": "interleaved" if chunks > 1 else "1f1b"} if layout.schedule == "gpipe" else {}
-    return layout.model_copy(update={"zero": 2, "chunks": chunks, **named})
+    return layout.model_copy(update={"zero": 2 * (layout.replicas > 1), "chunks": chunks, **named})
 
 
 def _no_slower(layout: Layout) -> list[Layout]:
     """Return layouts that take no more time but more memory: they reduce less often, or recompute fewer layers at once."""
-    others = [_with_whole_weights(layout).model_copy(update={"zero": 1})] if layout.zero >= 2 else []
+    fewer_shards = {"zero": int(layout.replicas > 1)}
+    others = [_with_whole_weights(layout).model_copy(update=fewer_shards)] if layout.zero >= 2 else []
     fewer = [n for n in RECOMPUTED if 0 < n < layout.recompute]
     return others + [layout.model_copy(update={"recompute": n}) for n in fewer]

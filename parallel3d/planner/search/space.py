@@ -102,12 +102,14 @@ def enumerate_space(
     num_halves: int,
     tensor_ranks: Sequence[int],
     fixed: PartialLayout | None = None,
+    offloads: bool = False,
 ) -> Space:
     """Return all layouts of this many ranks whose micro-batches make up the global batch (samples).
 
     - num_halves: layers of the model in half blocks, which make pipelines only; 0 if these aren't layers.
     - tensor_ranks: possible numbers of tensor-parallel ranks.
     - fixed: what the user has decided of the layout, also values that aren't searched otherwise.
+    - offloads: whether ZeRO-3 keeps shards of weights in host memory, also of a single replica.
     """
     fixed = fixed or PartialLayout()
     choices = _choices(num_ranks, num_layers, num_halves, tensor_ranks, fixed)
@@ -130,7 +132,7 @@ def enumerate_space(
         & (~is_breadth_first | is_asked | (space.zero == 3) & (space.micro_batches > space.stages))
         & (~is_breadth_first | is_asked | (num_chunks * space.micro_batches <= _MOST_BREADTH))
         & ((space.tensor_ranks > 1) | (space.sequence_parallel == 0))
-        & ((space.replicas > 1) | (space.zero == 0))
+        & ((space.replicas > 1) | (space.zero == 0) | (space.zero == 3) & offloads)
         & ((space.recompute <= 1) | (space.recompute * num_chunks <= layers))
         & ((space.recompute <= RECOMPUTED[-1]) | (space.halves > 0) | ("recompute" in fixed.given))
     )

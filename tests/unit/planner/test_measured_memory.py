@@ -98,7 +98,7 @@ def predicted(name: str, work: Workload, each: bool) -> list[float]:
     program = lower(build(args.schedule, args.pp, args.micro_batches, args.chunks, args.placement))
     replay = MemoryReplay.of(program)
     bounds = given["pipeline"]["partition"]
-    stages = [memory.stage(replay, bounds, layout, stage, 1) for stage in range(args.pp)]
+    stages = [memory.stage(replay, bounds, layout, stage, 1, 1) for stage in range(args.pp)]
     return [stage.allocated / 2**30 for stage in stages for _ in range(args.dp)]
 
 
