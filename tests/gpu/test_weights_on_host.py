@@ -32,7 +32,7 @@ class Layer(nn.Linear):
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
-    return nn.functional.mse_loss(output.float(), target)
+    return nn.functional.mse_loss(output.float(), target.float())
 
 
 class Plain(nn.Module):

@@ -2,8 +2,8 @@
 
 python tools/bench/links.py --nvme_path /local
 
-Prints a line `LINKS {...}` of GB/s: one way each, and both ways at once, which is what `host_bandwidth` of a cluster file
-means; of the disk with the requests that offload makes by default.
+Prints a line `LINKS {...}` of GB/s: one way each, and both ways at once, which is what `host_bandwidth` and `disk_bandwidth`
+of a cluster file mean; of the disk with the requests that offload makes by default.
 """
 
 from __future__ import annotations
@@ -57,11 +57,18 @@ def host_rates(nbytes: int) -> dict[str, float]:
 
 def disk_rates(directory: str, nbytes: int) -> dict[str, float]:
     """Return the rates of a scratch file in a directory."""
-    file, memory = ScratchFile(directory, nbytes), allocate_slab(nbytes, torch.cuda.is_available())
-    memory.fill_(1)
+    file = ScratchFile(directory, 2 * nbytes)
+    sent, read = (allocate_slab(nbytes, torch.cuda.is_available()).fill_(1) for _ in range(2))
+    file.write(nbytes, sent).wait()
+
+    def at_once() -> None:
+        for transfer in (file.write(0, sent), file.read(nbytes, read)):
+            transfer.wait()
+
     rates = {
-        "disk written": rate(nbytes, lambda: file.write(0, memory).wait()),
-        "disk read": rate(nbytes, lambda: file.read(0, memory).wait()),
+        "disk written": rate(nbytes, lambda: file.write(0, sent).wait()),
+        "disk read": rate(nbytes, lambda: file.read(nbytes, read).wait()),
+        "disk each way at once": rate(nbytes, at_once),
     }
     file.close()
     return rates
