@@ -120,9 +120,9 @@ def trained(
     return run, optimizer_state(engine), engine.skipped_steps, engine
 
 
-def on_disk(directory: Path) -> dict[str, Any]:
+def on_disk(directory: Path, **more: Any) -> dict[str, Any]:
     return {
-        "offload_optimizer": {"device": "nvme", "nvme_path": str(directory), "buffer_count": 2},
+        "offload_optimizer": {"device": "nvme", "nvme_path": str(directory), "buffer_count": 2, **more},
         "sub_group_size": 300,
     }
 
@@ -131,7 +131,9 @@ def compare(case: Case, directory: Path, before_step: Callable[[], None] = lambd
     """Return what differs from training without offload, and from the predicted memory. before_step: called in each step."""
     wanted, wanted_state, skipped, _ = trained(case, {})
     problems = []
-    ways = {"device": DEVICE, "half": HALF, "cpu": ON_CPU, "disk": on_disk(directory)}
+    # From stage 2 on, the disk has a part, host memory another one, and the device the rest.
+    split = {"ratio": 0.8, "host_ratio": 0.5} if case.stage >= 2 else {}
+    ways = {"device": DEVICE, "half": HALF, "cpu": ON_CPU, "disk": on_disk(directory, **split)}
     for name, offload in ways.items():
         tolerance = 1e-6 if name == "cpu" else 0.0
         run, state, own_skipped, engine = trained(case, offload, before_step)
@@ -152,14 +154,19 @@ def compare(case: Case, directory: Path, before_step: Callable[[], None] = lambd
             if not torch.allclose(value, other, rtol=tolerance, atol=tolerance):
                 problems.append(f"{name}: {key} differs by {(value - other).abs().max()}")
         offloaded = [bucket for bucket in engine.update.sharded.buckets if bucket.is_offloaded]
-        if not offloaded or (name == "half") != (len(offloaded) < len(engine.update.sharded.buckets)):
-            problems.append(f"{name}: {len(offloaded)} buckets are offloaded")
-        rates = engine.update.sharded.offloaded.disk_rates()
-        if (rates is not None and min(rates) > 0) != (name == "disk"):
+        kept = len(engine.update.sharded.buckets) - len(offloaded)
+        read = sum(bucket.is_on_disk for bucket in offloaded)
+        keeps = name == "half" or (name == "disk" and bool(split))
+        if not offloaded or (kept > 0) != keeps or (read > 0) != (name == "disk"):
+            problems.append(f"{name}: {len(offloaded)} buckets are offloaded, {kept} are not, {read} are on disk")
+        if name == "disk" and (read < len(offloaded)) != bool(split):
+            problems.append(f"{len(offloaded) - read} of {len(offloaded)} offloaded buckets are in host memory")
+        rates = [file.rates() for file in engine.update.disks().values()]
+        if [min(each) > 0 for each in rates] != [True] * (name == "disk"):
             problems.append(f"{name}: the disk's rates are {rates}")
         for row, (predicted, measured) in engine.reports.memory_report()[engine.global_rank].items():
             # A shard that is padding alone gets masters and no state: up to two blocks of the disk less.
-            allowed = 2 * 4096 if row == "disk" else 0.01 * predicted
+            allowed = 2 * 4096 if name == "disk" else 0.01 * predicted
             if row in ("host", "disk", "window", "masters") and not predicted - allowed <= measured <= predicted:
                 problems.append(f"{name}: {row} is {measured}, predicted {predicted}")
     return problems

@@ -43,10 +43,8 @@ _OFFLOADS: Mapping[str, Mapping[str, Any]] = {
     "optimizer state in host memory": {"offload_optimizer": _CPU},
     "weights in host memory": {"offload_param": _CPU},
     "optimizer state and weights in host memory": {"offload_optimizer": _CPU, "offload_param": _CPU},
-    "optimizer state on NVMe (set nvme_path) and weights in host memory": {
-        "offload_optimizer": _NVME,
-        "offload_param": _CPU,
-    },
+    "optimizer state on NVMe, weights in host memory": {"offload_optimizer": _NVME, "offload_param": _CPU},
+    "optimizer state and weights on NVMe": {"offload_optimizer": _NVME, "offload_param": _NVME},
 }
 
 
@@ -174,7 +172,7 @@ def _show_offload(prediction: Prediction, cluster: Cluster) -> None:
     if most.disk:
         rate = min(gpu.device.disk_bandwidth for gpu in cluster.gpus) / 1e9
         print(
-            f"disk: {most.disk / _GIB:.1f} GiB a rank, read and written at {rate:.1f} GB/s each (disk_bandwidth, assumed)"
+            f"disk: {most.disk / _GIB:.1f} GiB a rank, at {rate:.1f} GB/s each way (disk_bandwidth, assumed); set nvme_path"
         )
 
 

@@ -20,4 +20,4 @@ from parallel3d.config.schema import (
     SchedulerConfig,
     TorchAutocastConfig,
 )
-from parallel3d.config.zero import AioConfig, ZeroConfig
+from parallel3d.config.zero import AioConfig, OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig

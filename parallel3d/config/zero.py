@@ -1,4 +1,4 @@
-"""The sections of ZeRO: partitioning, and offload to host memory."""
+"""The sections of ZeRO: partitioning, and offload to host memory and NVMe."""
 
 from __future__ import annotations
 
@@ -39,6 +39,11 @@ OffloadDevice = Literal["none", "cpu", "nvme"]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 
 
+def _check_nvme_path(device: OffloadDevice | None, path: str | None) -> None:
+    if device == "nvme" and path is None:
+        raise ValueError("device is nvme, but nvme_path is missing; give a directory on a local disk")
+
+
 class OffloadOptimizerConfig(Section):
     """Masters and optimizer state in host memory or on NVMe; the step runs on the device, or on the CPU."""
 
@@ -55,6 +60,9 @@ class OffloadOptimizerConfig(Section):
         'the share of the state from 0 to 1 that is offloaded, such as 0.5, or "auto" for what the device has no room for',
         differs='of the elements, in whole buckets; "auto" measures the device\'s free memory after the second step',
     )
+    host_ratio: Ratio = own_key(
+        0.0, "the share from 0 to 1 of the offloaded state that stays in host memory, for device nvme"
+    )
     buffer_count: Annotated[int, Field(ge=2), BeforeValidator(whole)] = key(
         4, "a whole number of buffers >= 2 in the window"
     )
@@ -62,8 +70,9 @@ class OffloadOptimizerConfig(Section):
 
     @model_validator(mode="after")
     def _has_place(self) -> OffloadOptimizerConfig:
-        if self.device == "nvme" and self.nvme_path is None:
-            raise ValueError("device is nvme, but nvme_path is missing; give a directory on a local disk")
+        _check_nvme_path(self.device, self.nvme_path)
+        if self.device != "nvme" and self.host_ratio:
+            raise ValueError(f"host_ratio is {self.host_ratio:g}, but only device nvme splits its state; drop it")
         if self.device == "nvme" and self.step == "cpu":
             raise ValueError(
                 'step is cpu, but state on nvme passes through the device; use "device": "cpu", or drop step'
@@ -72,18 +81,29 @@ class OffloadOptimizerConfig(Section):
 
 
 class OffloadParamConfig(Section):
-    """Shards of weights in host memory (stage 3), from where they are copied to the device when they are gathered."""
+    """Shards of weights in host memory or on NVMe (stage 3), copied to the device when they are gathered."""
 
     known_keys = keys_of("offload_param")
-    unset_by_auto = frozenset({"device", "max_in_cpu", "pin_memory"})
+    unset_by_auto = frozenset({"device", "max_in_cpu", "pin_memory", "buffer_count"})
 
-    device: OffloadDevice | None = key("none", '"none" or "cpu"', differs='"nvme": in host memory, too')
+    device: OffloadDevice | None = key("none", '"none", "cpu" or "nvme"')
+    nvme_path: NonEmpty | None = key(None, "a directory on a local disk, for device nvme")
     max_in_cpu: NonNegative | None = key(
         None,
-        "a whole number of elements >= 0, such as 1e9, or null for all",
-        differs="of a rank's shards: the others stay on the device; all are in host memory by default",
+        "a whole number of elements >= 0 in host memory, such as 1e9, or null",
+        differs='of a rank\'s shards: the others stay on the device, or with "nvme" on disk; null: all, with "nvme" none',
+    )
+    buffer_count: Annotated[int, Field(ge=2), BeforeValidator(whole)] = key(
+        5,
+        "a whole number of buffers >= 2 in host memory, for device nvme",
+        differs="each has the size of the largest shard",
     )
     pin_memory: bool = key(True, "true or false", differs="true by default: copies overlap only with pinned memory")
+
+    @model_validator(mode="after")
+    def _has_place(self) -> OffloadParamConfig:
+        _check_nvme_path(self.device, self.nvme_path)
+        return self
 
 
 def _read_cpu_offload(value: object) -> object:

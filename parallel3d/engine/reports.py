@@ -107,10 +107,12 @@ class Reports:
         everyone = all_gather_object(self._memory_rows(), self._groups.control)
         if self._groups.rank == 0:
             print(memory_table(everyone), flush=True)
-            offloaded = self._update.sharded.offloaded
-            if offloaded is not None and (rates := offloaded.disk_rates()) is not None:
-                read, written = (rate / 1e9 for rate in rates)
-                print(f"rank 0 has read {read:.2f} GB/s from its disk, and written {written:.2f} GB/s", flush=True)
+            for what, file in self._update.disks().items():
+                read, written = (rate / 1e9 for rate in file.rates())
+                print(
+                    f"rank 0 has read {read:.2f} GB/s of {what} from its disk, and written {written:.2f} GB/s",
+                    flush=True,
+                )
         return everyone
 
     def write_run_record(self, directory: str | Path | None) -> RunRecord:
@@ -243,7 +245,7 @@ class Reports:
             sizes = unit_sizes(infos, frozen, update.policy, replicas)
             gathered = peak_live(self._instructions, {unit: size.nbytes for unit, size in sizes.items()})
             predicted, measured = replace(predicted, gathered=gathered), replace(measured, gathered=units.peak_bytes)
-        activations, workspace, needed = (0, 0), 0, measured.update
+        activations, workspace, needed = (0, 0), 0, measured.update + measured.window
         if profile is not None:
             activations = profile.activations(self._model.stage_id)
             workspace, needed = profile.batch.peak, profile.step.peak
@@ -251,7 +253,7 @@ class Reports:
         recorded = profile is not None and self._model.device.type == "cuda"
         beside = measured.backward - (measured.gathered if recorded else 0)
         rows = {f.name: (getattr(predicted, f.name), getattr(measured, f.name)) for f in fields(StateBytes)}
-        rows["update"] = (predicted.update, needed)
+        rows["update"] = (predicted.update, needed - measured.window)
         if units is not None:
             rows["live"] = (0, units.live_bytes)
         else:

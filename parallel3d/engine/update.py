@@ -20,9 +20,10 @@ from parallel3d.parameters import ParameterInfo
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.schedule.instructions import Instruction, Op
 from parallel3d.zero.buckets import Bucket
+from parallel3d.zero.disk import ScratchFile
 from parallel3d.zero.frozen import FrozenBucket, shard_frozen
 from parallel3d.zero.host_shards import HostShards
-from parallel3d.zero.memory import moments_of, predict_state
+from parallel3d.zero.memory import moments_of, predict_shards, predict_state
 from parallel3d.zero.optimizer import ShardedOptimizer, StepAgreement
 from parallel3d.zero.parking import Parking
 from parallel3d.zero.policy import make_policy
@@ -82,7 +83,7 @@ class WeightUpdate:
     - on_value: called with each gradient, see GradientSink.
 
     units: the sharded weights of ZeRO-3, those of frozen_buckets included; None if all are whole. host_shards: those of their
-    shards that are in host memory; None if offload_param is off. parking: moves state to the host between steps.
+    shards that are in host memory or on disk; None if offload_param is off. parking: moves state to the host between steps.
     grad_norm: the norm of the whole model's gradient in the last step, before clipping; a scalar on the device, the same on
     every rank. skipped_steps: the number of steps skipped after an overflow.
     """
@@ -107,7 +108,7 @@ class WeightUpdate:
         anywhere = any(row[0] for row in all_gather_integers([int(mine.reduce_per_micro_batch)], groups.control))
         self.policy = replace(mine, reduce_per_micro_batch=anywhere)
         check_precision(infos, self.policy)
-        self._storage = self._open_storage(infos, config.offload.host_memory_gib)
+        self._storage, self._weight_file = self._open_storage(infos, config.offload.host_memory_gib)
         self._make_buckets(infos, on_value)
         _cast(model, precision.weights)
         self.sharded = ShardedOptimizer(
@@ -148,13 +149,21 @@ class WeightUpdate:
         self.sharded.wait_for_module(self._model)
         self.sharded.settle()
 
-    def _open_storage(self, infos: Sequence[ParameterInfo], limit_gib: float | None) -> Storage | None:
-        """Return where offloaded state will be kept; None if none will be. Collective."""
+    def _open_storage(
+        self, infos: Sequence[ParameterInfo], limit_gib: float | None
+    ) -> tuple[Storage | None, ScratchFile | None]:
+        """Return where offloaded state will be kept, and the file of weights; None for what won't be. Collective."""
         if self.policy.offload is None and self.policy.weight_offload is None:
-            return None
+            return None, None
         moments, replicas = moments_of(self.optimizer) or 0, self._groups.data.size
-        predicted = predict_state(infos, self.policy, replicas, moments, frozen=self._frozen)
-        return open_storage(self.policy.offload, predicted, self._groups.control, limit_gib)
+        state = predict_state(infos, self.policy, replicas, moments, frozen=self._frozen)
+        shards = predict_shards(infos, self._frozen, self.policy, replicas)
+        return open_storage(self.policy, state, shards, self._groups.control, limit_gib)
+
+    def disks(self) -> dict[str, ScratchFile]:
+        """Return the files of what is offloaded to disk, by what that is."""
+        files = {"optimizer state": self._storage.file if self._storage else None, "weights": self._weight_file}
+        return {what: file for what, file in files.items() if file is not None}
 
     def _make_buckets(
         self, infos: Sequence[ParameterInfo], on_value: Callable[[nn.Parameter, Tensor], None] | None
@@ -164,7 +173,9 @@ class WeightUpdate:
         shards, offload = self.policy.shards_weights(groups.data.size), self.policy.weight_offload
         # A communicator of its own: gathers of weights and reductions of gradients come in no common order.
         gather_group = groups.build(groups.topology.get_axis_comm_lists("data")) if shards else None
-        self.host_shards = HostShards(model.device, offload.pin) if shards and offload is not None else None
+        self.host_shards = None
+        if shards and offload is not None:
+            self.host_shards = HostShards(model.device, offload.pin, self._weight_file, offload.buffers)
         self.reducer = GradientReducer(
             infos,
             self.policy,
@@ -193,7 +204,7 @@ class WeightUpdate:
         for bucket in buckets:
             if bucket.sharded is not None:
                 weights.setdefault(bucket.infos[0].unit, []).append(bucket.sharded)
-        units = Units(weights)
+        units = Units(weights, self.host_shards)
         units.refuse_state_dicts(self._model)
         return units
 

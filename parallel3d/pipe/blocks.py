@@ -6,7 +6,7 @@ The order of the calls need not be known, and may change. What was gathered afte
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -158,6 +158,9 @@ class BlockUnits:
         run(i)
         self.abort()
 
+    def begin(self, program: Sequence[Instruction]) -> None:
+        """Begin a program; see LayerUnits.begin. Its gathers are not planned."""
+
     def abort(self) -> None:
         """Release all units, at the end of a forward or backward, or after a failure."""
         self._running.clear()
@@ -223,10 +226,18 @@ class BlockUnits:
             if self._last is not None and self._last != (backward, unit):
                 self._following[self._last] = unit
             self._last = backward, unit
+        self._units.expect(self._coming(backward, held[-1]))
         following = self._following.get((backward, held[-1]))
         self._ahead = following if following is not None and self._may_gather(following) else None
         if self._ahead is not None:
             self._gather(self._ahead)
+
+    def _coming(self, backward: bool, unit: int | None) -> Iterator[int]:
+        """Yield the units that were used after this one the last time and are not gathered."""
+        for _ in self._units.sizes:
+            unit = self._following.get((backward, unit)) if unit is not None else None
+            if unit is not None and not self._units.is_gathered(unit):
+                yield unit
 
     def _gather(self, unit: int) -> None:
         """Start to gather a unit. Raises ExecutionError, on all replicas, if they are about to gather different ones."""

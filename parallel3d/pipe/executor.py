@@ -161,6 +161,8 @@ class Executor:
         now = self._module.groups.activity.start_program(program.num_micro_batches, batch.training)
         self._messages.begin(batch.signatures, batch.training)
         try:
+            if self._units is not None:
+                self._units.begin(program.instructions[self._module.stage_id])
             with torch.set_grad_enabled(batch.training):
                 for position, i, wait_for, run in tasks:
                     now[POSITION] = position

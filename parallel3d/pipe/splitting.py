@@ -152,8 +152,7 @@ class LayerSplitter:
         replicas, moments = self._context.groups.data.size, _moments(config)
         frozen = [sum(p.nbytes for p in own if not p.requires_grad) for own in self._parameters]
         state = [predict_state(own, policy, replicas, moments) for own in infos]
-        # The window of offloaded state is one for all layers.
-        return [s.steady - s.window + s.update + other for s, other in zip(state, frozen, strict=True)]
+        return [s.steady + s.update + other for s, other in zip(state, frozen, strict=True)]
 
     def _in_flight(self, config: Config) -> list[int]:
         """Return, for each chunk, the largest number of micro-batches whose activations it holds in the configured program."""

@@ -61,6 +61,11 @@ class LayerUnits:
         self._carry_out(len(self._layers))
         self._stop()
 
+    def begin(self, program: Sequence[Instruction]) -> None:
+        """Learn which weights a program will gather, to read them from the disk ahead."""
+        gathers = (i for i in program if i.op is Op.GATHER_PARAMS and i.run is not None)
+        self._units.expect(i.bucket for i in gathers if i.bucket is not None)
+
     def abort(self) -> None:
         """Release all units, after a failure or a call outside of a program."""
         self._stop()

@@ -133,6 +133,11 @@ class ScratchFile:
         """Start to write a tensor to the bytes at `offset`; see read."""
         return self._start(offset, source, is_read=False)
 
+    def rates(self) -> tuple[float, float]:
+        """Return the bytes per second that were read and written so far, while any were."""
+        read, written = (traffic.nbytes / max(traffic.seconds, 1e-9) for traffic in (self.reads, self.writes))
+        return read, written
+
     def close(self) -> None:
         """Wait for what is under way, then give the space back."""
         self._threads.shutdown()

@@ -45,8 +45,8 @@ class BucketLayout:
 
     num_shards: the number of equal parts; one rank updates each.
     is_sharded: whether the weights, too, live as shards, and are gathered while they are used. The parameters are of one unit.
-    is_offloaded: whether masters and optimizer state are in host memory.
-    weights_on_host: whether the shards of the weights are.
+    is_offloaded: whether masters and optimizer state are in host memory, or, with is_on_disk, on disk.
+    weights_on_host: whether the shards of the weights are, or, with weights_on_disk, on disk.
     """
 
     kind: Kind
@@ -57,7 +57,9 @@ class BucketLayout:
     num_shards: int
     is_sharded: bool = False
     is_offloaded: bool = False
+    is_on_disk: bool = False
     weights_on_host: bool = False
+    weights_on_disk: bool = False
 
     @property
     def owners(self) -> Owners:
@@ -170,13 +172,19 @@ def lay_out(infos: Sequence[ParameterInfo], policy: ZeroPolicy, num_shards: int)
     if (weights := policy.weight_offload) is not None:
         taken = _share((layout.numel * layout.is_sharded for layout in layouts), weights.ratio)
         for k, takes in enumerate(taken):
-            on_host = layouts[k].is_sharded and takes
+            on_disk = layouts[k].is_sharded and not takes and weights.disk is not None
+            on_host = on_disk or (layouts[k].is_sharded and takes)
             # The single shard of one replica is whole: on the device it needs no gathers.
             is_sharded = on_host or (layouts[k].is_sharded and num_shards > 1)
-            layouts[k] = replace(layouts[k], weights_on_host=on_host, is_sharded=is_sharded)
-    if policy.offload is not None:
-        taken = _share((layout.numel for layout in layouts), policy.offload.ratio)
+            layouts[k] = replace(layouts[k], weights_on_host=on_host, weights_on_disk=on_disk, is_sharded=is_sharded)
+    if (state := policy.offload) is not None:
+        taken = _share((layout.numel for layout in layouts), state.ratio)
         layouts = [replace(each, is_offloaded=takes) for each, takes in zip(layouts, taken, strict=True)]
+        kept = _share((layout.numel * layout.is_offloaded for layout in layouts), state.host_ratio)
+        layouts = [
+            replace(one, is_on_disk=one.is_offloaded and not on_host)
+            for one, on_host in zip(layouts, kept, strict=True)
+        ]
     return layouts
 
 

@@ -19,10 +19,11 @@ from parallel3d.zero.policy import STAGED_BYTES, OptimizerOffload, ZeroPolicy
 class StateBytes:
     """Bytes of one rank's model state by component. All but three are held throughout, and all but the last two on the device.
 
-    weights: the shards of those that live as shards; transient: the gradient buffers of reductions, in use during a backward;
-    update: copies of gradients in the masters' dtype, while the optimizer runs; gathered: most bytes of sharded weights that
-    are gathered at a time, while layers run; window: buffers that offloaded state passes through; host, disk: offloaded state
-    there, and shards of weights.
+    weights: the shards of those that live as shards; transient: the gradient buffers of reductions, in use during a backward,
+    and those that new weights pass through on their way to the host; update: copies of gradients in the masters' dtype, while
+    the optimizer runs; gathered: most bytes of sharded weights that are gathered at a time, while layers run; window: buffers
+    that offloaded state passes through, while the optimizer runs; host, disk: offloaded state there, and shards of weights.
+    host has the buffers of what is on disk.
     """
 
     weights: int = 0
@@ -42,7 +43,7 @@ class StateBytes:
     @property
     def steady(self) -> int:
         """Between batches."""
-        return self.weights + self.gradients + self.masters + self.optimizer + self.window
+        return self.weights + self.gradients + self.masters + self.optimizer
 
     @property
     def backward(self) -> int:
@@ -52,7 +53,7 @@ class StateBytes:
     @property
     def step(self) -> int:
         """While the optimizer runs, which may need more for itself; the transient buffers are kept."""
-        return self.steady + self.transient + self.update
+        return self.steady + self.transient + self.update + self.window
 
 
 def predict_state(
@@ -86,8 +87,7 @@ def predict_state(
         masters, optimizer = each * layout.has_own_master, each * moments
         if layout.is_offloaded:
             offloaded.append(layout)
-            on_disk = policy.offload is not None and policy.offload.directory is not None
-            if on_disk:
+            if layout.is_on_disk:
                 total += StateBytes(disk=in_blocks(each) * (moments + layout.has_own_master))
             else:
                 total += StateBytes(host=masters + optimizer)
@@ -98,20 +98,25 @@ def predict_state(
             is_early = any(info.parameter in early for info in layout.infos)
             passing.setdefault(accumulator, []).append((padded, is_early))
     transient = sum(_buffers(sizes) * dtype.itemsize for dtype, sizes in passing.items())
-    total += _host_shards(parameters, frozen, policy, data_size)
+    total += predict_shards(parameters, frozen, policy, data_size)
     return total + StateBytes(transient=transient) + _window(offloaded, policy.offload, moments)
 
 
-def _host_shards(
+def predict_shards(
     parameters: Sequence[ParameterInfo], frozen: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int
 ) -> StateBytes:
-    """Return the shards of weights in host memory, and the buffers that they pass through after the step."""
+    """Predict the shards of weights in host memory and on disk, and the buffers that they pass through; see predict_state."""
     trained = [layout for layout in _layouts(parameters, policy, data_size) if layout.weights_on_host]
     others = [layout for layout in _layouts(_floating(frozen), policy, data_size) if layout.weights_on_host]
-    sizes = [_host_shard(layout) for layout in (*trained, *others)]
+    sizes: dict[bool, list[int]] = {False: [0], True: [0]}  # whether on disk -> bytes of shards
+    for layout in (*trained, *others):
+        sizes[layout.weights_on_disk].append(_host_shard(layout))
+    in_memory, on_disk = sizes[False], [in_blocks(size) for size in sizes[True]]
+    buffers = policy.weight_offload.buffers * max(on_disk) if policy.weight_offload is not None else 0
     on_cpu = policy.offload is not None and policy.offload.on_cpu
     written = any(not (on_cpu and layout.is_offloaded) for layout in trained)
-    return StateBytes(host=sum(sizes), window=2 * min(STAGED_BYTES, max(sizes)) if written else 0)
+    transient = 2 * min(STAGED_BYTES, max(*in_memory, *sizes[True])) if written else 0
+    return StateBytes(host=sum(in_memory) + buffers, disk=sum(on_disk), transient=transient)
 
 
 def _host_shard(layout: BucketLayout) -> int:
@@ -131,18 +136,20 @@ def _window(layouts: Sequence[BucketLayout], offload: OptimizerOffload | None, m
     widest = max(layout.master_dtype.itemsize for layout in layouts)
     copies = any(layout.gradient_dtype != layout.master_dtype for layout in layouts)
     # A step that has fewer spans than there are buffers uses no more of them.
-    buffers = min(offload.buffers, sum(-(-layout.shard_numel // offload.window) for layout in layouts))
+    buffers = min(offload.buffers, sum(_spans(layout, offload) for layout in layouts))
     if offload.on_cpu:
         sent = max(layout.gradient_dtype.itemsize + size for layout, size in zip(layouts, weights, strict=True))
         each = sent + widest * copies
         return StateBytes(host=buffers * numel * each)
     states = moments + any(layout.has_own_master for layout in layouts)
     each = numel * widest
-    return StateBytes(
-        window=buffers * states * each,
-        update=each * copies,
-        host=offload.host_buffers * states * in_blocks(each),
-    )
+    read = min(offload.host_buffers, sum(_spans(layout, offload) for layout in layouts if layout.is_on_disk))
+    return StateBytes(window=buffers * states * each, update=each * copies, host=read * states * in_blocks(each))
+
+
+def _spans(layout: BucketLayout, offload: OptimizerOffload) -> int:
+    """Return the number of a shard's parts that pass through the window one by one."""
+    return -(-layout.shard_numel // offload.window)
 
 
 def _layouts(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int) -> Iterator[BucketLayout]:
@@ -151,11 +158,15 @@ def _layouts(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size:
 
 
 class UnitSize(NamedTuple):
-    """Size of a unit of sharded weights while it is gathered, padding included. host: bytes of its shard in host memory."""
+    """Size of a unit of sharded weights while it is gathered, padding included.
+
+    host: bytes of its shard that are copied from host memory; disk: of those, the bytes that are read from disk.
+    """
 
     numel: int
     nbytes: int
     host: int
+    disk: int
 
 
 def unit_sizes(
@@ -166,9 +177,14 @@ def unit_sizes(
     for own in (parameters, _floating(frozen)):
         for layout in _layouts(own, policy, data_size):
             if layout.is_sharded:
-                numel, nbytes, host = sizes.get(layout.infos[0].unit, (0, 0, 0))
-                more, size = layout.numel * layout.weight_dtype.itemsize, _host_shard(layout)
-                sizes[layout.infos[0].unit] = UnitSize(numel + layout.numel, nbytes + more, host + size)
+                unit, host = layout.infos[0].unit, _host_shard(layout)
+                own_sizes = (
+                    layout.numel,
+                    layout.numel * layout.weight_dtype.itemsize,
+                    host,
+                    host * layout.weights_on_disk,
+                )
+                sizes[unit] = UnitSize(*(a + b for a, b in zip(sizes.get(unit, (0, 0, 0, 0)), own_sizes, strict=True)))
     return sizes
 
 
@@ -198,7 +214,7 @@ class OffloadTraffic(NamedTuple):
     """Bytes that an update of offloaded state moves.
 
     copied: over the device's link to the host, in the direction that has more; updated: read and written in host memory by a
-    step on the CPU; on_disk: read from the disk, and as many written to it.
+    step on the CPU; on_disk: written to the disk, and no more read from it.
     """
 
     copied: int
@@ -219,9 +235,10 @@ def offload_traffic(
         gradient, master, weight = (
             d.itemsize for d in (layout.gradient_dtype, layout.master_dtype, layout.weight_dtype)
         )
-        each, states = 0 if not layout.weights_on_host else weight, moments + layout.has_own_master
+        each, states = weight * layout.weights_on_host, moments + layout.has_own_master
+        on_disk += in_blocks(_host_shard(layout)) * layout.weights_on_disk
         if layout.is_offloaded and policy.offload is not None:
-            on_disk += states * in_blocks(master * layout.shard_numel) * (policy.offload.directory is not None)
+            on_disk += states * in_blocks(master * layout.shard_numel) * layout.is_on_disk
             if policy.offload.on_cpu:
                 each = gradient
                 updated += layout.shard_numel * (2 * gradient + (2 * states + 5) * master + 2 * weight)

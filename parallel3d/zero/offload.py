@@ -87,9 +87,12 @@ class OffloadedState:
         self._longest = max(span.part.stop - span.part.start for bucket in buckets for span in bucket.spans)
         self._storage, self._staging = storage, None
         if storage.file is not None:
-            self._staging = Staging(storage.file, settings.host_buffers, storage.on_host, self._longest)
-        self._window = [_Buffer() for _ in range(settings.buffers)]
+            read = min(settings.host_buffers, sum(len(bucket.spans) for bucket in buckets if bucket.is_on_disk))
+            self._staging = Staging(storage.file, read, storage.on_host, self._longest)
         self._group_of = {p: k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        # What gradients pass through on their way to the CPU is kept: to pin new memory takes long.
+        self._window = [_Buffer() for _ in range(settings.buffers)] if self.on_cpu else []
+        self._window_bytes = 0  # of the last step
         self._last: Event = None  # of the last copy to the host
         self._steps = 0
         if self.on_cpu and isinstance(optimizer, _FUSED_ON_CPU):
@@ -117,8 +120,6 @@ class OffloadedState:
                 break
             free -= size
             self._keep_on_device(bucket)
-        if not self._buckets:
-            self._window.clear()
 
     def _keep_on_device(self, bucket: Bucket) -> None:
         """Move the state of a bucket to the device for good."""
@@ -131,22 +132,14 @@ class OffloadedState:
         bucket.keep_on_device(flats.get(_MASTER))
 
     def state_bytes(self) -> StateBytes:
-        """Return the bytes of the state on the host, and of the window."""
-        flats = [flat for own in self._flats.values() for flat in own.values()]
-        state = sum(flat.nbytes for flat in flats)
-        window = bytes_of(t for buffer in self._window for t in buffer.tensors.values())
-        if self._staging is not None:
-            state = sum(in_blocks(flat.nbytes) for flat in flats)
-            return StateBytes(disk=state, host=self._staging.nbytes(), window=window)
-        return StateBytes(host=state + window) if self.on_cpu else StateBytes(host=state, window=window)
-
-    def disk_rates(self) -> tuple[float, float] | None:
-        """Return the bytes per second that were read and written so far, while any were; None without a disk."""
-        if self._staging is None:
-            return None
-        file = self._staging.file
-        read, written = (traffic.nbytes / max(traffic.seconds, 1e-9) for traffic in (file.reads, file.writes))
-        return read, written
+        """Return the bytes of the state on the host and on disk, and of the window."""
+        flats = [(flat.nbytes, bucket.is_on_disk) for bucket, own in self._flats.items() for flat in own.values()]
+        disk = sum(in_blocks(size) for size, on_disk in flats if on_disk)
+        host = sum(size for size, on_disk in flats if not on_disk)
+        host += bytes_of(self._staging.slabs()) if self._staging is not None else 0
+        if self.on_cpu:
+            return StateBytes(host=host + _bytes_in(self._window))
+        return StateBytes(disk=disk, host=host, window=self._window_bytes)
 
     def settle(self) -> None:
         """Return when the host may read and write the state."""
@@ -175,32 +168,34 @@ class OffloadedState:
     def _step_on_device(
         self, work: Iterator[tuple[Bucket, Span]], untouched: Set[nn.Parameter], factor: Tensor | None, meanwhile: Call
     ) -> None:
-        for buffer in self._window:
-            buffer.free = self._last
-        ready = self._staged(work)
-        coming = deque(self._bring(*one, buffer) for buffer, one in zip(self._window, ready, strict=False))
+        ready, window = self._staged(work), [_Buffer() for _ in range(self._settings.buffers)]
+        coming = deque(self._bring(*one, buffer) for buffer, one in zip(window, ready, strict=False))
         meanwhile()
         while coming:
             visit = coming.popleft()
             self._transfers.wait_for(visit.arrived, self._device)
             self._update(visit, untouched, factor)
             coming.extend(self._bring(*one, visit.buffer) for one in islice(ready, 1))
+        # The window's memory is free for the next forward.
+        self._transfers.wait_for(self._last, self._device)
+        self._window_bytes = _bytes_in(window)
 
     def _staged(self, work: Iterator[tuple[Bucket, Span]]) -> Iterator[tuple[Bucket, Span, Staged | None]]:
         """Yield the spans when their state is in host memory; read those to come from the disk."""
-        if self._staging is None:
-            yield from ((bucket, span, None) for bucket, span in work)
-            return
-        self._staging.settle()
-        ahead: deque[tuple[Bucket, Span, Staged]] = deque()
+        if self._staging is not None:
+            self._staging.settle()
+        coming: deque[tuple[Bucket, Span, Staged | None]] = deque()
+        reads: deque[Staged] = deque()
         for bucket, span in work:
-            ahead.append((bucket, span, self._staging.read(self._flats[bucket], span.part)))
-            if len(ahead) > READS_AHEAD:
-                ahead[0][2].wait()
-                yield ahead.popleft()
-        for bucket, span, staged in ahead:
-            staged.wait()
-            yield bucket, span, staged
+            staged = None
+            if bucket.is_on_disk and self._staging is not None:
+                staged = self._staging.read(self._flats[bucket], span.part)
+                reads.append(staged)
+            coming.append((bucket, span, staged))
+            while len(reads) > READS_AHEAD:
+                yield _read(coming.popleft(), reads)
+        while coming:
+            yield _read(coming.popleft(), reads)
 
     def _bring(self, bucket: Bucket, span: Span, staged: Staged | None, buffer: _Buffer) -> _Visit:
         """Start to copy a span's state into a buffer."""
@@ -324,7 +319,8 @@ class OffloadedState:
                 if not isinstance(value, Tensor) or value.shape != piece.master.shape:
                     continue
                 if name not in flats:
-                    flats[name] = self._storage.allocate(bucket.gradient_shard.numel(), value.dtype)
+                    numel = bucket.gradient_shard.numel()
+                    flats[name] = self._storage.allocate(numel, value.dtype, bucket.is_on_disk)
                 flat, start = flats[name], 0
                 if visit is not None:
                     room = visit.buffer.room(name, flat[span.part], self._on_device)
@@ -334,6 +330,17 @@ class OffloadedState:
                     if visit is None:
                         self.settle()
                     self._optimizer.state[piece.master][name] = place.copy_(value)
+
+
+def _bytes_in(window: Sequence[_Buffer]) -> int:
+    return bytes_of(t for buffer in window for t in buffer.tensors.values())
+
+
+def _read(first: tuple[Bucket, Span, Staged | None], reads: deque[Staged]) -> tuple[Bucket, Span, Staged | None]:
+    """Return the span when its state has been read; `reads` begins with it if it is on disk."""
+    if first[2] is not None:
+        reads.popleft().wait()
+    return first
 
 
 def _weights(bucket: Bucket, span: Span) -> Tensor:

@@ -43,7 +43,7 @@ class ShardedOptimizer:
 
     open_kernel: called when the optimizer holds the masters; returns the kernel that steps these buckets, or None.
     storage: where the state of the buckets that are offloaded is kept. offloaded: that state; None if there is none.
-    host: shards of weights in host memory.
+    host: shards of weights in host memory and on disk.
     """
 
     def __init__(
@@ -91,7 +91,8 @@ class ShardedOptimizer:
         held = bytes_of(t for values in states for t in values if isinstance(t, Tensor))
         total = StateBytes(optimizer=held)
         if self._host is not None:
-            total += StateBytes(host=bytes_of(self._host.kept), window=bytes_of(self._host.buffers()))
+            host, disk = bytes_of(self._host.on_host()), self._host.bytes_on_disk()
+            total += StateBytes(host=host, disk=disk, transient=bytes_of(self._host.buffers()))
         return total + (self.offloaded.state_bytes() if self.offloaded is not None else StateBytes())
 
     def takes_scale(self) -> bool:
@@ -123,6 +124,8 @@ class ShardedOptimizer:
         others = [bucket for bucket in resident if bucket not in ours]
         for bucket in self.buckets:
             bucket.check_place()
+        if self._host is not None:
+            self._host.expect(())  # what was read ahead will be out of date
         self.follow_weights()
         if self.offloaded is not None:
             self.offloaded.step(untouched, factor, lambda: self._step_resident(others, untouched, factor))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from parallel3d.config import AioConfig, Config, ZeroConfig
+from parallel3d.config import AioConfig, Config, OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 from parallel3d.parameters import ParameterInfo
 from parallel3d.schedule.lifetimes import NEVER, LiveLimits, live_choices
 
@@ -27,12 +27,21 @@ STAGED_BYTES = 1 << 25
 
 
 @dataclass(frozen=True)
+class Disk:
+    """A directory for scratch files; block_bytes, in_flight: size of the requests to the disk, and their number at a time."""
+
+    directory: str
+    block_bytes: int
+    in_flight: int
+
+
+@dataclass(frozen=True)
 class OptimizerOffload:
     """Masters and optimizer state of a share of the elements, `ratio`, in host memory, or on disk.
 
     They pass through `buffers` buffers of the device of at most `window` elements each, or stay, and the CPU updates them.
-    is_auto: whether those that the device has room for are moved to it after some steps. directory: on the disk; None for host
-    memory; block_bytes, in_flight: size of the disk's requests, and their number at a time.
+    is_auto: whether those that the device has room for are moved to it after some steps. disk: None for host memory alone;
+    host_ratio: with a disk, the share of the offloaded state that stays in host memory.
     """
 
     ratio: float
@@ -41,22 +50,26 @@ class OptimizerOffload:
     on_cpu: bool
     is_auto: bool
     window: int
-    directory: str | None = None
-    block_bytes: int = 1 << 23
-    in_flight: int = 8
+    disk: Disk | None = None
+    host_ratio: float = 1.0
 
     @property
     def host_buffers(self) -> int:
         """Buffers in host memory between the disk and the window: as many as it has, those being read, and those written."""
-        return 0 if self.directory is None else self.buffers + READS_AHEAD + _WRITES
+        return 0 if self.disk is None else self.buffers + READS_AHEAD + _WRITES
 
 
 @dataclass(frozen=True)
 class WeightOffload:
-    """With stage 3, shards of weights in host memory: a share of the elements, `ratio`. pin: whether it is pinned."""
+    """With stage 3, shards of weights in host memory: a share of the elements, `ratio`. pin: whether it is pinned.
+
+    disk: where the others are, which pass through `buffers` buffers in host memory; None if they are on the device.
+    """
 
     ratio: float = 1.0
     pin: bool = True
+    disk: Disk | None = None
+    buffers: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,33 +139,41 @@ def make_policy(
         reduce_per_micro_batch=zero.stage >= 2 and per_micro_batch,
         largest_whole=zero.stage3_param_persistence_threshold,
         offload=_offload(zero, config.aio),
-        weight_offload=_weight_offload(zero, shard_numel),
+        weight_offload=_weight_offload(zero, config.aio, shard_numel),
     )
 
 
-def _weight_offload(zero: ZeroConfig, shard_numel: int) -> WeightOffload | None:
-    config = zero.offload_param
-    if zero.stage < 3 or config.device in ("none", None) or config.max_in_cpu == 0:
+def _disk(config: OffloadOptimizerConfig | OffloadParamConfig, aio: AioConfig) -> Disk | None:
+    if config.device != "nvme" or config.nvme_path is None:
         return None
-    most = shard_numel if config.max_in_cpu is None else min(config.max_in_cpu, shard_numel)
-    return WeightOffload(most / shard_numel if shard_numel else 1.0, config.pin_memory)
+    return Disk(config.nvme_path, aio.block_size, min(aio.queue_depth * aio.intra_op_parallelism, _MOST_THREADS))
+
+
+def _weight_offload(zero: ZeroConfig, aio: AioConfig, shard_numel: int) -> WeightOffload | None:
+    config, disk = zero.offload_param, _disk(zero.offload_param, aio)
+    if zero.stage < 3 or config.device in ("none", None) or (config.max_in_cpu == 0 and disk is None):
+        return None
+    if config.max_in_cpu is None:
+        ratio = 1.0 if disk is None else 0.0
+    else:
+        ratio = min(1.0, config.max_in_cpu / shard_numel) if shard_numel else 1.0
+    return WeightOffload(ratio, config.pin_memory, disk, config.buffer_count)
 
 
 def _offload(zero: ZeroConfig, aio: AioConfig) -> OptimizerOffload | None:
     config = zero.offload_optimizer
     if config.device in ("none", None) or config.ratio == 0:
         return None
-    ratio, on_disk = 1.0 if config.ratio == "auto" else config.ratio, config.device == "nvme"
+    disk = _disk(config, aio)
     return OptimizerOffload(
-        ratio,
+        1.0 if config.ratio == "auto" else config.ratio,
         config.buffer_count,
         config.pin_memory,
         on_cpu=config.step == "cpu",
         is_auto=config.ratio == "auto",
-        window=min(-(-zero.sub_group_size // _DISK_BLOCK) * _DISK_BLOCK if on_disk else zero.sub_group_size, _WINDOW),
-        directory=config.nvme_path if on_disk else None,
-        block_bytes=aio.block_size,
-        in_flight=min(aio.queue_depth * aio.intra_op_parallelism, _MOST_THREADS),
+        window=min(-(-zero.sub_group_size // _DISK_BLOCK) * _DISK_BLOCK if disk else zero.sub_group_size, _WINDOW),
+        disk=disk,
+        host_ratio=config.host_ratio if disk else 1.0,
     )
 
 

@@ -16,18 +16,29 @@ from parallel3d.zero.disk import ScratchFile, Transfer, in_blocks
 
 @dataclass(eq=False)
 class Staged:
-    """A part of some flat tensors of the scratch file in host memory, by name."""
+    """A part of some flat tensors of the scratch file in host memory, by name. free: when a device has copied what was read."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     slabs: dict[str, Tensor] = field(default_factory=dict)
     reads: list[Transfer] = field(default_factory=list)
     written: Future[None] | None = None
+    free: Event = None
 
     def wait(self) -> None:
         """Return when it has been read. Raises OffloadError."""
-        for transfer in self.reads:
+        reads, self.reads = self.reads, []
+        for transfer in reads:
             transfer.wait()
-        self.reads.clear()
+
+    def keep_until(self, event: Event) -> None:
+        """Let the buffer be used again only after an event."""
+        self.free = event
+
+    def wait_until_written(self) -> None:
+        """Return when it has been written back. Raises OffloadError, again and again: what was to be written is lost."""
+        if self.written is not None:
+            self.written.result()
+        self.written = None
 
 
 class Staging:
@@ -41,13 +52,20 @@ class Staging:
         self._buffers = deque(Staged() for _ in range(count))
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="parallel3d write-back")
 
+    def is_free(self) -> bool:
+        """Return whether the next buffer is free."""
+        staged = self._buffers[0]
+        return (staged.written is None or staged.written.done()) and (staged.free is None or staged.free.query())
+
     def read(self, flats: Mapping[str, Tensor], part: slice) -> Staged:
         """Start to read a part of each of these tensors, once a buffer is free."""
         staged = self._buffers.popleft()
         self._buffers.append(staged)
-        if staged.written is not None:
-            staged.written.result()
-        staged.written, staged.tensors = None, {}
+        staged.wait()
+        staged.wait_until_written()
+        if staged.free is not None:
+            staged.free.synchronize()
+        staged.free, staged.tensors = None, {}
         for name, flat in flats.items():
             slab = self.room(staged, name, flat[part])
             staged.reads.append(self.file.read(self.file.offset_of(flat, part.start), slab))
@@ -62,8 +80,8 @@ class Staging:
 
     def write(self, staged: Staged, flats: Mapping[str, Tensor], part: slice, filled: Event) -> None:
         """Write what a buffer holds back after an event, on another thread. An error is raised at the buffer's next use."""
-        names = list(staged.tensors)
-        staged.written = self._writer.submit(self._write, staged, {name: flats[name] for name in names}, part, filled)
+        flats = {name: flats[name] for name in staged.tensors}
+        staged.written = self._writer.submit(self._write, staged, flats, part, filled)
 
     def _write(self, staged: Staged, flats: Mapping[str, Tensor], part: slice, filled: Event) -> None:
         if filled is not None:
@@ -78,9 +96,8 @@ class Staging:
     def settle(self) -> None:
         """Return when all is written. Raises OffloadError."""
         for staged in self._buffers:
-            if staged.written is not None:
-                staged.written.result()
+            staged.wait_until_written()
 
-    def nbytes(self) -> int:
-        """Return the bytes of the buffers."""
-        return sum(slab.nbytes for staged in self._buffers for slab in staged.slabs.values())
+    def slabs(self) -> list[Tensor]:
+        """Return the memory of the buffers."""
+        return [slab for staged in self._buffers for slab in staged.slabs.values()]

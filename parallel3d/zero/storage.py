@@ -13,19 +13,19 @@ from parallel3d.comm.host_memory import allocate_slab, check_host_memory, host_c
 from parallel3d.errors import OffloadError
 from parallel3d.zero.disk import ScratchFile
 from parallel3d.zero.memory import StateBytes
-from parallel3d.zero.policy import OptimizerOffload
+from parallel3d.zero.policy import Disk, OptimizerOffload, ZeroPolicy
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Memory of the host; the state itself is in `file` if there is one."""
+    """Memory of the host, and the file of the state on disk if there is some."""
 
     settings: OptimizerOffload
     file: ScratchFile | None = None
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype, on_disk: bool) -> Tensor:
         """Return a flat tensor of zeros for state."""
-        return self.on_host(numel, dtype) if self.file is None else self.file.allocate(numel, dtype)
+        return self.file.allocate(numel, dtype) if on_disk and self.file is not None else self.on_host(numel, dtype)
 
     def on_host(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a flat tensor of zeros in the host's memory."""
@@ -33,25 +33,31 @@ class Storage:
 
 
 def open_storage(
-    offload: OptimizerOffload | None, predicted: StateBytes, control: Group, limit_gib: float | None
-) -> Storage | None:
-    """Check that the host's memory and disk suffice for this rank's predicted state, and take the space on disk.
+    policy: ZeroPolicy, state: StateBytes, shards: StateBytes, control: Group, limit_gib: float | None
+) -> tuple[Storage | None, ScratchFile | None]:
+    """Check that the host's memory and disk suffice, and take the space on disk.
 
-    Collective over `control`, the world. Raises OffloadError on all ranks. offload: None if only weights are on
-    the host. limit_gib: see host_capacity.
+    Returns where offloaded optimizer state is kept, and the file of shards of weights; None for what isn't offloaded.
+    state, shards: predicted bytes of this rank, of everything and of shards of weights. limit_gib: see host_capacity.
+    Collective over `control`, the world. Raises OffloadError on all ranks.
     """
-    mine = socket.gethostname(), predicted.host, host_capacity(limit_gib)
+    mine = socket.gethostname(), state.host, host_capacity(limit_gib)
     everyone = all_gather_object(mine, control)
     for host in dict.fromkeys(name for name, *_ in everyone):
         ranks = [rank for rank, (name, *_) in enumerate(everyone) if name == host]
         local = ranks.index(control.index) if control.index in ranks else -1
         check_host_memory([everyone[r][1] for r in ranks], [everyone[r][2] for r in ranks], local)
-    file, error = None, ""
+    offload, weights = policy.offload, policy.weight_offload
+    file, weight_file, error = None, None, ""
     try:
-        if offload is not None and offload.directory is not None:
-            file = ScratchFile(offload.directory, predicted.disk, offload.block_bytes, offload.in_flight)
+        file = _open_file(offload.disk, state.disk - shards.disk) if offload is not None else None
+        weight_file = _open_file(weights.disk, shards.disk) if weights is not None else None
     except OffloadError as raised:
         error = str(raised)
     if found := [text for text in all_gather_object(error, control) if text]:
         raise OffloadError(found[0])
-    return None if offload is None else Storage(offload, file)
+    return None if offload is None else Storage(offload, file), weight_file
+
+
+def _open_file(disk: Disk | None, nbytes: int) -> ScratchFile | None:
+    return None if disk is None else ScratchFile(disk.directory, nbytes, disk.block_bytes, disk.in_flight)

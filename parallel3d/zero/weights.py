@@ -53,8 +53,8 @@ class ShardedWeights:
     objects too. Their data are views of the flat tensor while it is gathered, and placeholders otherwise. They have DeepSpeed's
     attributes ds_shape, ds_numel and ds_status, which is the state.
 
-    - shard: this rank's part, [numel / ranks]; a copy of it in host memory, if `host` is given. numel: elements of the flat
-      tensor, padding included; nbytes: its bytes.
+    - shard: this rank's part, [numel / ranks], which `host` keeps if it is given. numel: elements of the flat tensor, padding
+      included; nbytes: its bytes.
     - state: see WeightState.
     """
 
@@ -67,7 +67,7 @@ class ShardedWeights:
         partition: Group,
         host: HostShards | None = None,
     ):
-        self.shard, self.numel, self.nbytes = shard if host is None else host.keep(shard), whole.numel(), whole.nbytes
+        self.shard, self.numel, self.nbytes = shard, whole.numel(), whole.nbytes
         self._host = host
         self._written: Event = None  # end of the last copy to a shard in host memory
         self._whole, self._partition = whole, partition
@@ -115,7 +115,7 @@ class ShardedWeights:
     def write(self, part: slice, values: Tensor) -> None:
         """Round values on the device, flat, into a part of the shard."""
         if self._host is not None:
-            self._written = self._host.write(self.shard[part], values)
+            self._written = self._host.write(self.shard, part, values)
         else:
             self.shard[part].copy_(values)
 
@@ -155,12 +155,13 @@ class ShardedWeights:
 class Units:
     """The units of a rank, each the sharded weights of one layer, by the layer's index in the list.
 
+    - host: keeps shards that are in host memory or on disk.
     - live: number of elements that are gathered now; peak: the most so far; live_bytes, peak_bytes: likewise in bytes.
     - number: gathers so far.
     """
 
-    def __init__(self, weights: Mapping[int, Sequence[ShardedWeights]]):
-        self._weights = weights
+    def __init__(self, weights: Mapping[int, Sequence[ShardedWeights]], host: HostShards | None = None):
+        self._weights, self._host = weights, host
         self.sizes = {unit: sum(w.numel for w in own) for unit, own in weights.items()}
         self._unit_of = {p: unit for unit, own in weights.items() for w in own for p in w.parameters}
         self._nbytes = {unit: sum(w.nbytes for w in own) for unit, own in weights.items()}
@@ -178,6 +179,11 @@ class Units:
     def is_gathered(self, unit: int) -> bool:
         """Return whether a unit is gathered, or is being gathered."""
         return self._weights[unit][0].state is not WeightState.SHARDED
+
+    def expect(self, units: Iterable[int]) -> None:
+        """Read shards from the disk ahead for these units, which will be gathered next, in this order."""
+        if self._host is not None:
+            self._host.expect(weights.shard for unit in units for weights in self._weights[unit])
 
     def gather(self, unit: int) -> list[Work]:
         """Start to gather a unit, unless it is gathered; return the works of its collectives."""

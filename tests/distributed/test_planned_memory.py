@@ -26,7 +26,7 @@ SHARDED: dict[str, Any] = {
 # Weights in host memory, also of one replica, with the state; and some of them.
 OFFLOADED = {**SHARDED["zero_optimization"], "stage": 3, "offload_param": {"device": "cpu"}}
 ON_HOST: dict[str, Any] = {
-    "zero_optimization": {**OFFLOADED, "offload_optimizer": {"device": "cpu"}, "sub_group_size": 10_000}
+    "zero_optimization": {**OFFLOADED, "offload_optimizer": {"device": "cpu"}, "sub_group_size": 1000}
 }
 LIMITED: dict[str, Any] = {"zero_optimization": {**OFFLOADED, "offload_param": {"device": "cpu", "max_in_cpu": 15_000}}}
 
@@ -100,8 +100,7 @@ def check_state(stage: StageMemory, rank: Measured) -> None:
     for name in ("weights", "gradients", "masters", "optimizer", "transient"):
         assert stage.parts.get(name, 0) == pytest.approx(report[name], rel=0.01), name
     kept = stage.phases["save"]
-    passing = report["transient"] + report.get("window", 0)
-    assert stage.phases["steady"] == pytest.approx(kept - passing, rel=0.01)
+    assert stage.phases["steady"] == pytest.approx(kept - report["transient"], rel=0.01)
     if "gathered" in report:
         assert stage.parts["gathered"] == report["gathered"]
         assert report["gathered"] > 0

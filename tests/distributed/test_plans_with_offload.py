@@ -35,15 +35,17 @@ def subject():
 # Memory of the device in MB, and GiB of the host's, if they are limited -> what is offloaded. 2.2 million parameters have
 # 16 bytes each; of which 4 stay on the device, or 2 of gradients and two layers' weights.
 ON_CPU, ON_DISK = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/local_nvme"}
-STATE, BOTH, DISK = (
+STATE, BOTH, DISK, ALL_ON_DISK = (
     "optimizer state in host memory",
     "optimizer state and weights in host memory",
-    "optimizer state on NVMe (set nvme_path) and weights in host memory",
+    "optimizer state on NVMe, weights in host memory",
+    "optimizer state and weights on NVMe",
 )
 CASES: list[tuple[int, float | None, str, dict[str, Any]]] = [
     (25, None, STATE, {"offload_optimizer": ON_CPU}),
     (11, None, BOTH, {"offload_optimizer": ON_CPU, "offload_param": ON_CPU}),
     (11, 0.02, DISK, {"offload_optimizer": ON_DISK, "offload_param": ON_CPU}),
+    (11, 0.008, ALL_ON_DISK, {"offload_optimizer": ON_DISK, "offload_param": ON_DISK}),
 ]
 
 
@@ -79,13 +81,16 @@ def test_a_plan_offloads_no_more_than_it_must_and_its_configuration_trains(run_r
         *lacking, told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("With ")]
         assert told == f"With {chosen}:"
         assert all("GiB or more are lacking" in line for line in lacking)
-        assert len(lacking) == [STATE, "", BOTH, DISK].index(chosen)
+        assert len(lacking) == [STATE, "", BOTH, DISK, ALL_ON_DISK].index(chosen)
         plans.append(PlanResult.model_validate_json((tmp_path / "out" / "plan.json").read_text()))
         configs.append(json.loads((tmp_path / "out" / "config.json").read_text()))
         zero = configs[-1]["zero_optimization"]
         assert {key: zero[key] for key in zero if key.startswith("offload")} == offload
-    configs[-1]["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(tmp_path)
-    configs[-1]["offload"] = {}  # of the host's memory as it is
+    for config in configs:
+        config["offload"] = {}  # of the host's memory as it is
+        for key in ("offload_optimizer", "offload_param"):
+            if "nvme_path" in config["zero_optimization"].get(key, {}):
+                config["zero_optimization"][key]["nvme_path"] = str(tmp_path)
     [ranks] = run_ranks(1, train, target, configs)
     for (loss, report), plan in zip(ranks, plans, strict=True):
         assert loss == pytest.approx(ranks[0][0], rel=1e-3)

@@ -31,6 +31,10 @@ class Layer(nn.Linear):
         return x + super().forward(x).tanh()
 
 
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output.float(), target)
+
+
 class Plain(nn.Module):
     """The same layers in a module that is no pipeline."""
 
@@ -41,7 +45,7 @@ class Plain(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
-        return nn.functional.mse_loss(x, y)
+        return loss(x, y)
 
 
 def train(zero: dict[str, Any], plain: bool) -> tuple[list[float], dict[str, Tensor]]:
@@ -58,7 +62,7 @@ def train(zero: dict[str, Any], plain: bool) -> tuple[list[float], dict[str, Ten
     model: nn.Module = Plain()
     if not plain:
         specs = [LayerSpec(Layer, WIDTH, WIDTH) for _ in range(LAYERS)]
-        model = PipelineModule(specs, num_stages=1, loss_fn=nn.functional.mse_loss, seed_layers=True, config=config)
+        model = PipelineModule(specs, num_stages=1, loss_fn=loss, seed_layers=True, config=config)
     engine, *_ = parallel3d.initialize(model=model, config=config)
     generator = torch.Generator().manual_seed(1)
     batches = [tuple(torch.randn(2, ROWS, WIDTH, generator=generator)) for _ in range(6)]

@@ -108,6 +108,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--accumulate", choices=["fp32", "bf16"], help="dtype of gradient accumulation")
     parser.add_argument("--communicate", choices=["fp32", "bf16"], help="dtype of gradient reduction")
     parser.add_argument("--reduce_per_micro_batch", choices=["true", "false", "auto"], default="auto")
+    parser.add_argument(
+        "--details", action="store_true", help="print memory by component; time instructions at pp 1, too"
+    )
     parser.add_argument("--roofline", action="store_true", help="profile one more step, kernel by kernel")
     parser.add_argument("--kernels", default="", help="keys of kernels that are turned on, separated by commas")
     parser.add_argument("--config", type=json.loads, default={}, help="JSON merged into the configuration")
@@ -359,7 +362,9 @@ def main() -> None:
         tokens = args.micro_batch * args.micro_batches * seq
         flops = [tokens * number for number in flops_per_token_of(engine.module, seq)]
         extra["roofline"] = roofline_figures(partial(engine.train_batch, data), *flops)
-    if args.pp > 1:
+    if args.details:
+        engine.reports.memory_report()
+    if args.pp > 1 or args.details:
         timelines = []
         for _ in range(PROFILED):
             engine.reports.profile_next_batch()

@@ -128,8 +128,7 @@ class MemoryModel:
         policy, moments = self.model.policy(layout.zero), self._moments or 2
         infos = [[ParameterInfo("", p, (0,)) for _, p in layer.parameters] for layer in layers]
         state = [predict_state(own, policy, layout.replicas, moments) for own in infos]
-        # The window of offloaded state is one for all layers.
-        return [float(own.steady - own.window) for own in state], [share * nbytes for nbytes in each]
+        return [float(own.steady) for own in state], [share * nbytes for nbytes in each]
 
     def held(self, layout: Layout) -> int:
         """Return the bytes that a micro-batch saves for its backward in all layers, as one chunk."""
@@ -220,10 +219,10 @@ class MemoryModel:
                 },
                 kept={
                     "transient": state.transient,
-                    "window": state.window,
                     "communication": communicated_bytes(infos, policy, replicas),
                 },
                 step={
+                    "window": state.window,
                     "update": 0 if self._steps_by_kernel else state.update,
                     "workspace": step_bytes(self._optimizer, total, largest, 4, model.device == "cuda"),
                 },

@@ -158,7 +158,7 @@ class Bounds:
             if policy.offload is not None:  # of some of the buckets, which are one here
                 policy = replace(policy, offload=replace(policy.offload, ratio=1.0))
             state = predict_state(whole, policy, layout.replicas)
-            found[chosen] = (state.steady - state.window) / space.stages[chosen]
+            found[chosen] = state.steady / space.stages[chosen]
         for chosen in _groups(space.tensor_ranks, space.sequence_parallel, space.recompute):
             one = space.layout(chosen[0]).model_copy(update={"micro_batch": 1, "units": None})
             stages, samples = space.stages[chosen], _EVEN * space.micro_batch[chosen]

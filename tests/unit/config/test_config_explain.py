@@ -56,7 +56,7 @@ def test_all_that_is_left_out_is_there_with_its_reason():
         "train_batch_size": 8,
         "zero_optimization": {
             "stage": 3,
-            "offload_param": {"device": "nvme", "nvme_path": "/nvme"},
+            "offload_param": {"device": "nvme", "nvme_path": "/nvme", "buffer_size": 1e8},
             "overlap_comm": True,
             "cpu_offload_use_pin_memory": True,
         },
@@ -64,13 +64,13 @@ def test_all_that_is_left_out_is_there_with_its_reason():
     }
     whys = {item.path: item.why for item in explain(read(raw), world=1).left_out}
     assert list(whys) == [
-        "zero_optimization.offload_param.nvme_path",
+        "zero_optimization.offload_param.buffer_size",
         "zero_optimization.cpu_offload_use_pin_memory",
         "wandb",
         "zero_optimization.overlap_comm",
     ]
-    nvme = whys["zero_optimization.offload_param.nvme_path"]
-    assert nvme.startswith("not yet supported: weights are kept in host memory")
+    size = whys["zero_optimization.offload_param.buffer_size"]
+    assert size == "without effect: buffers have the size of the largest shard"
     assert whys["zero_optimization.cpu_offload_use_pin_memory"].startswith(
         "without effect: offload_optimizer.pin_memory"
     )

@@ -358,10 +358,6 @@ def test_the_older_names_of_offload_are_read():
             {"cpu_offload_param": True, "stage": 2},
             ["zero_optimization.offload_param: it needs stage 3, but the stage is 2"],
         ),
-        (
-            {"offload_param": {"nvme_path": "/nvme"}, "stage": 3},
-            ["offload_param.nvme_path: weights are kept in host memory"],
-        ),
     ],
 )
 def test_what_takes_more_memory_than_asked_for_warns_of_it(zero, parts):

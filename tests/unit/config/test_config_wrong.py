@@ -99,6 +99,11 @@ WRONG = [
     ({"pipeline": {"schedule": [["F0@0"]], "stages": 2}}, "for 1 stages, but stages is 2; give one list a stage"),
     # not yet supported
     ({"zero_optimization": {"stage": 1, "reduce_per_micro_batch": True}}, "but stage is 1; set stage to 2"),
+    ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "host_ratio": 0.5}}}, "host_ratio is 0.5, but only"),
+    (
+        {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/n", "step": "cpu"}}},
+        "step is cpu, but state on nvme passes through the device",
+    ),
     ({"elasticity": {"enabled": True}}, "set elasticity.enabled to false"),
     ({"gradient_allreduce_op": "sum"}, 'remove it or set it to "mean"'),
     # precision
