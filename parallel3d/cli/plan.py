@@ -29,7 +29,7 @@ from parallel3d.planner.cluster.file import load_cluster
 from parallel3d.planner.report import write_report
 from parallel3d.planner.search.model import MODELS, load_model
 from parallel3d.planner.search.plan import Planner, Question, rare_collections
-from parallel3d.planner.search.result import PlanResult
+from parallel3d.planner.search.result import PlanResult, Prediction
 
 _GIB = 2**30
 _HALVES = (
@@ -43,10 +43,8 @@ _OFFLOADS: Mapping[str, Mapping[str, Any]] = {
     "optimizer state in host memory": {"offload_optimizer": _CPU},
     "weights in host memory": {"offload_param": _CPU},
     "optimizer state and weights in host memory": {"offload_optimizer": _CPU, "offload_param": _CPU},
-    "optimizer state on NVMe (nvme_path) and weights in host memory": {
-        "offload_optimizer": _NVME,
-        "offload_param": _CPU,
-    },
+    "optimizer state on NVMe, weights in host memory": {"offload_optimizer": _NVME, "offload_param": _CPU},
+    "optimizer state and weights on NVMe": {"offload_optimizer": _NVME, "offload_param": _NVME},
 }
 
 
@@ -129,37 +127,53 @@ def _run(options: argparse.Namespace) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     measured = None if options.measure is None else measure_model(model, device)
     question = Question(model, cluster, options.global_batch, options.top, None, calibration, measured, options.auto)
-    result = Planner(question).answer()
+    planner = Planner(question)
+    result = planner.answer()
     show(result, console)
     if not result.best:
-        question, result = _offload(question, result, console)
+        planner, result = _offload(planner, result, console)
+    if result.best:
+        _show_offload(result.best[0], cluster)
     if fixed is not None:
-        explain(result, Planner(replace(question, num_best=1, fixed=fixed, every_auto=False)).answer(), console)
+        question = replace(planner.question, num_best=1, fixed=fixed, every_auto=False)
+        explain(result, Planner(question, planner).answer(), console)
     print("written: " + ", ".join(map(str, _write(result, options.out))))
     return 0 if result.best else 1
 
 
-def _offload(question: Question, result: PlanResult, console: Console) -> tuple[Question, PlanResult]:
-    """Plan with more and more offload until a layout fits, and print how much memory each step lacks.
+def _offload(planner: Planner, result: PlanResult, console: Console) -> tuple[Planner, PlanResult]:
+    """Plan with more and more offload until a layout fits, and print how much memory each of the faster ways lacks.
 
     result: of the question without offload, which is returned if nothing fits with offload either.
     """
-    config, tried = question.model.config, result
+    question, tried = planner.question, [planner.question.model.config]
     for name, sections in _OFFLOADS.items():
         zero = {**sections, **given_section(question.model.config, "zero_optimization")}
-        if {**config, "zero_optimization": zero} == config:
-            continue
         config = {**question.model.config, "zero_optimization": zero}
+        if config in tried:
+            continue
+        tried.append(config)
         # Without ZeRO-3 weights aren't offloaded, and that is planned already.
         fixed = parse_layout("zero3") if "offload_param" in sections else None
-        planned = replace(question, model=replace(question.model, config=config), fixed=fixed)
-        tried = Planner(planned).answer()
-        if tried.best:
+        other = Planner(replace(question, model=replace(question.model, config=config), fixed=fixed), planner)
+        if (found := other.answer()).best:
             print(f"With {name}:")
-            show(tried, console)
-            return planned, tried
-        print(f"With {name}: nothing fits, {tried.lacking / _GIB:.1f} GiB are lacking")
-    return question, result
+            show(found, console)
+            return other, found
+        print(f"With {name}: nothing fits, {found.lacking / _GIB:.1f} GiB or more are lacking")
+    return planner, result
+
+
+def _show_offload(prediction: Prediction, cluster: Cluster) -> None:
+    """Print what a layout keeps in host memory and on disk, on the rank that keeps most."""
+    most = max(prediction.memory, key=lambda stage: stage.host + stage.disk)
+    if most.host:
+        print(f"host memory: {most.host / _GIB:.1f} GiB a rank, of {most.host_capacity / _GIB:.1f} assumed")
+    if most.disk:
+        rate = min(gpu.device.disk_bandwidth for gpu in cluster.gpus) / 1e9
+        print(
+            f"disk: {most.disk / _GIB:.1f} GiB a rank, at {rate:.1f} GB/s each way (disk_bandwidth, assumed); set nvme_path"
+        )
 
 
 def _make_writable(directory: Path) -> None:

@@ -158,11 +158,15 @@ def _layouts(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size:
 
 
 class UnitSize(NamedTuple):
-    """Size of a unit of sharded weights while it is gathered, padding included. host: bytes of its shard in host memory."""
+    """Size of a unit of sharded weights while it is gathered, padding included.
+
+    host: bytes of its shard that are copied from host memory; disk: of those, the bytes that are read from disk.
+    """
 
     numel: int
     nbytes: int
     host: int
+    disk: int
 
 
 def unit_sizes(
@@ -173,9 +177,14 @@ def unit_sizes(
     for own in (parameters, _floating(frozen)):
         for layout in _layouts(own, policy, data_size):
             if layout.is_sharded:
-                numel, nbytes, host = sizes.get(layout.infos[0].unit, (0, 0, 0))
-                more, size = layout.numel * layout.weight_dtype.itemsize, _host_shard(layout)
-                sizes[layout.infos[0].unit] = UnitSize(numel + layout.numel, nbytes + more, host + size)
+                unit, host = layout.infos[0].unit, _host_shard(layout)
+                own_sizes = (
+                    layout.numel,
+                    layout.numel * layout.weight_dtype.itemsize,
+                    host,
+                    host * layout.weights_on_disk,
+                )
+                sizes[unit] = UnitSize(*(a + b for a, b in zip(sizes.get(unit, (0, 0, 0, 0)), own_sizes, strict=True)))
     return sizes
 
 
@@ -205,7 +214,7 @@ class OffloadTraffic(NamedTuple):
     """Bytes that an update of offloaded state moves.
 
     copied: over the device's link to the host, in the direction that has more; updated: read and written in host memory by a
-    step on the CPU; on_disk: read from the disk, and as many written to it.
+    step on the CPU; on_disk: written to the disk, and no more read from it.
     """
 
     copied: int
@@ -226,7 +235,8 @@ def offload_traffic(
         gradient, master, weight = (
             d.itemsize for d in (layout.gradient_dtype, layout.master_dtype, layout.weight_dtype)
         )
-        each, states = 0 if not layout.weights_on_host else weight, moments + layout.has_own_master
+        each, states = weight * layout.weights_on_host, moments + layout.has_own_master
+        on_disk += in_blocks(_host_shard(layout)) * layout.weights_on_disk
         if layout.is_offloaded and policy.offload is not None:
             on_disk += states * in_blocks(master * layout.shard_numel) * layout.is_on_disk
             if policy.offload.on_cpu:

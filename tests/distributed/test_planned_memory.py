@@ -23,6 +23,13 @@ SHARDED: dict[str, Any] = {
     }
 }
 
+# Weights in host memory, also of one replica, with the state; and some of them.
+OFFLOADED = {**SHARDED["zero_optimization"], "stage": 3, "offload_param": {"device": "cpu"}}
+ON_HOST: dict[str, Any] = {
+    "zero_optimization": {**OFFLOADED, "offload_optimizer": {"device": "cpu"}, "sub_group_size": 1000}
+}
+LIMITED: dict[str, Any] = {"zero_optimization": {**OFFLOADED, "offload_param": {"device": "cpu", "max_in_cpu": 15_000}}}
+
 # Every schedule, ZeRO stage, slicing, kind of layer and way of recomputation, each with some of the others.
 SOME: list[tuple[str, bool, dict[str, Any]]] = [
     ("mb3", False, {}),
@@ -46,6 +53,8 @@ SOME: list[tuple[str, bool, dict[str, Any]]] = [
     ("pp2,dp2,zero3,1f1b,ckpt2,m6", False, SHARDED | BF16),
     ("pp2,dp2,zero3,zbv", True, SHARDED),
     ("dp2,zero3,gpipe,chunks2,ckpt1", False, SHARDED | BF16),
+    ("zero3,gpipe,chunks2,ckpt1", False, ON_HOST | BF16),
+    ("pp2,dp2,zero3,1f1b", False, LIMITED | BF16),
 ]
 
 
@@ -95,6 +104,7 @@ def check_state(stage: StageMemory, rank: Measured) -> None:
     if "gathered" in report:
         assert stage.parts["gathered"] == report["gathered"]
         assert report["gathered"] > 0
+    assert stage.host == report.get("host", 0)
     # What an optimizer takes for itself is that of the replica with the largest part.
     needed = stage.phases["step"] - kept
     assert rank.step_peak <= needed * 1.01 + 256

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 from rich.console import Console
 from rich.table import Column, Table
 
+from parallel3d.config import load
 from parallel3d.config.layout import Layout
 from parallel3d.costs.work import Work
 from parallel3d.errors import ConfigError
@@ -203,7 +204,7 @@ class RunPredictor:
             self._networks[corrections] = Network(calibration.correct_cluster(self._cluster))
         key = json.dumps(record.config, sort_keys=True, default=str), model is self._model
         if key not in self._profiles:
-            self._profiles[key] = profile_of(model, self._cluster, record.config)
+            self._profiles[key] = profile_of(model, self._cluster, load(record.config))
         predictor = Predictor(model, self._profiles[key], self._networks[corrections], calibration)
         placement = placement_of(layout.placement, layout.stages, layout.chunks)
         compute = None if record.program is None else from_lists(record.program, placement)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -76,6 +77,12 @@ class ModelProfile:
         traced = self._traceable
         other = ModelProfile(layers, *traced.sample, traced.loss_fn, self.config, self.device)
         other._losses = self._losses
+        return other
+
+    def with_zero(self, config: Config) -> ModelProfile:
+        """Return the profile, with the same traces, under a configuration that differs in zero_optimization alone."""
+        other = copy(self)
+        other.config, other._policies = config, {}
         return other
 
     def policy(self, zero: int, shard_numel: int = 0) -> ZeroPolicy:

@@ -35,10 +35,12 @@ class ShardedWeights:
     def gathers(self, links: LayoutLinks, placement: Sequence[int]) -> dict[tuple[Op, int, int | None], float]:
         """Return the seconds of each unit's gather, which may stand before a compute of any chunk of its stage.
 
-        A shard in host memory is copied to the device first.
+        A shard in host memory is copied to the device first; a shard on disk is read before, while others are copied.
         """
         return {
-            (Op.GATHER_PARAMS, chunk, unit): size.host / links.slowest("host_bandwidth", stage)
+            (Op.GATHER_PARAMS, chunk, unit): max(
+                size.host / links.slowest("host_bandwidth", stage), size.disk / links.slowest("disk_bandwidth", stage)
+            )
             + links.over_replicas("all_gather", size.nbytes, stage)
             for chunk, stage in enumerate(placement)
             for unit, size in self.sizes[stage].items()

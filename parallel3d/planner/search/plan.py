@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
 
 import numpy as np
 
-from parallel3d.config import load
+from parallel3d.config import Config, load
 from parallel3d.config.layout import Layout, PartialLayout, configuration, given_section
 from parallel3d.costs.layer_costs import LayerCost
 from parallel3d.costs.work import Collective
@@ -65,15 +64,19 @@ class Question:
 
 
 class Planner:
-    """Answers one question. Raises ConfigError if it has no answer."""
+    """Answers one question. Raises ConfigError if it has no answer.
 
-    def __init__(self, question: Question):
+    like: planner of a question that differs in what is fixed and in zero_optimization alone: its traces are used again.
+    """
+
+    def __init__(self, question: Question, like: Planner | None = None):
         self.question, model, cluster = question, question.model, question.cluster
-        config = configuration(Layout(zero=3), model.config)  # with all keys that may count
-        self.space = self._space(load(config).zero_optimization.offload_param.device not in ("none", None))
-        profile = profile_of(model, cluster, config)
+        config = load(configuration(Layout(zero=3), model.config))  # with all keys that may count
+        self.space = self._space(config.zero_optimization.offload_param.device not in ("none", None))
+        known = None if like is None else like.profile.with_zero(config)
+        self.profile: ModelProfile = known or profile_of(model, cluster, config)
         self.network = Network(question.calibration.correct_cluster(cluster))
-        self.predictor = Predictor(model, profile, self.network, question.calibration, question.measured)
+        self.predictor = Predictor(model, self.profile, self.network, question.calibration, question.measured)
 
     def _space(self, offloads: bool) -> Space:
         question, fixed = self.question, self.question.fixed
@@ -179,11 +182,11 @@ def rare_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-def profile_of(model: PlannedModel, cluster: Cluster, config: Mapping[str, Any]) -> ModelProfile:
+def profile_of(model: PlannedModel, cluster: Cluster, config: Config) -> ModelProfile:
     """Return the profile of the model on the cluster's kind of device, under a configuration."""
     on_cpu = all(gpu.device.name == "cpu" for gpu in cluster.gpus)
     inputs, labels = model.sample(1)
-    return ModelProfile(model.layers, inputs, labels, model.loss_fn, load(config), "cpu" if on_cpu else "cuda")
+    return ModelProfile(model.layers, inputs, labels, model.loss_fn, config, "cpu" if on_cpu else "cuda")
 
 
 def _recorded(span: Span) -> TimelineSpan:

@@ -28,7 +28,7 @@ def test_stage_2_is_predicted_as_it_is_configured(asked: Any, planned_with: int)
     tokens = torch.zeros(1, 16, dtype=torch.int64)
     base = {**DEFAULTS, **section}
     model = PlannedModel("small", decoder(size), causal_lm_loss, lambda count: (tokens, tokens), 16, base)
-    profile = profile_of(model, load_cluster("2xH200"), configuration(layout_of(planned_with), base))
+    profile = profile_of(model, load_cluster("2xH200"), load(configuration(layout_of(planned_with), base)))
     configured = load(configuration(layout_of(2), base)).zero_optimization.reduce_per_micro_batch
     assert configured is (asked is not False)
     assert profile.policy(2).reduce_per_micro_batch is configured

@@ -64,7 +64,7 @@ def plan_into(directory: Path, model: str = "gpt2") -> int:
         ({"compile": "auto"}, 'compile is "auto", which nothing fills in'),
         ({"pipeline": "auto"}, None),  # that is what a plan says
         ({"pipeline": 1}, "pipeline is 1; give a mapping"),
-        ({"compile": [2]}, "compile is [2]; give a mapping"),
+        ({"compile": [2]}, "compile is [2]: give a mapping"),
     ],
 )
 def test_a_section_that_is_no_mapping_is_filled_or_told(section, told, target, tmp_path, capsys) -> None:
@@ -131,21 +131,6 @@ def test_where_nothing_fits_the_remedy_is_printed(tmp_path, capsys) -> None:
     assert main(command) == 1
     assert "The smallest change" in capsys.readouterr().out
     assert not (tmp_path / "config.json").exists()
-
-
-def test_where_nothing_fits_the_optimizer_is_offloaded(tmp_path, capsys) -> None:
-    command = ["plan", "--model", "llama3-8b", "--cluster", "1xH100", "--global-batch", "4", "--seq", "512"]
-    assert main([*command, "--out", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
-    first, _, second = printed.partition("With zero_optimization.offload_optimizer on the CPU:\n")
-    assert "nothing fits" in first
-    assert "nothing fits" not in second
-    config = load(json.loads((tmp_path / "config.json").read_text()))
-    assert config.zero_optimization.offload_optimizer.device == "cpu"
-    # fp32 masters and two moments of 8.03e9 parameters travel each way at 46 GB/s.
-    best = PlanResult.model_validate_json((tmp_path / "plan.json").read_text()).best[0]
-    assert best.breakdown["optimizer"] == pytest.approx(12 * 8.03e9 / 46e9, rel=0.01)
-    assert best.peak < 79.1 * 2**30
 
 
 @pytest.mark.parametrize(

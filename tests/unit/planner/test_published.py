@@ -276,12 +276,13 @@ def test_a_measured_step_is_predicted(name: str, micro_batches: int, seconds: fl
     assert predicted.seconds == pytest.approx(seconds, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_a_measured_step_with_its_optimizer_offloaded_is_predicted(offload: bool):
+@pytest.mark.parametrize("suffix", ["", "-offload", "-offload-step-cpu"])
+def test_a_measured_step_with_its_optimizer_offloaded_is_predicted(suffix: str):
     run = json.loads((ROOT / "tools" / "bench" / "results" / "2026-11-25-offload-3b.json").read_text())
-    name = "dp1-zero2-bf16acc-compile-cudnn" + "-offload" * offload
+    name = "dp1-zero2-bf16acc-compile-cudnn" + suffix
     [measured] = [case["result"] for case in run["cases"] if case["case"] == name]
-    zero = {"offload_optimizer": {"device": "cpu"}} if offload else {}
+    step = "cpu" if suffix.endswith("cpu") else "device"
+    zero = {"offload_optimizer": {"device": "cpu", "step": step}} if suffix else {}
     given = {"data_types": {"grad_accum_dtype": "bf16"}, "compile": {"enabled": True}, "zero_optimization": zero}
     size = SIZES["3b"]
 

@@ -15,7 +15,7 @@ from parallel3d.parameters import ParameterInfo
 from parallel3d.zero.buckets import Bucket, make_buckets
 from parallel3d.zero.layout import ALIGNMENT
 from parallel3d.zero.memory import predict_state, unit_sizes
-from parallel3d.zero.policy import ZeroPolicy
+from parallel3d.zero.policy import WeightOffload, ZeroPolicy
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=8)
 
@@ -141,8 +141,10 @@ def test_units_are_the_layers_whose_weights_live_as_shards_frozen_ones_included(
     frozen = [*infos([640], 2), *infos([999], 4, torch.int64)]
     found = unit_sizes(trained, frozen, policy, data_size=4)
     # Padded to 4 shards of 32 elements; a unit of 100 elements, a tied one and integers are whole.
-    assert found == {0: (1024, 2048), 2: (6016 + 640, 2 * (6016 + 640))}
+    assert found == {0: (1024, 2048, 0, 0), 2: (6016 + 640, 2 * (6016 + 640), 0, 0)}
     assert unit_sizes(trained, frozen, replace(policy, stage=2), data_size=4) == {}
     assert unit_sizes(trained, frozen, policy, data_size=1) == {}
+    on_host = unit_sizes(trained, frozen, replace(policy, weight_offload=WeightOffload()), data_size=4)
+    assert on_host == {0: (1024, 2048, 2 * 256, 0), 2: (6656, 2 * 6656, 2 * 1664, 0)}
     whole = 2 * (128 + 10_112)
     assert predict_state(trained, policy, data_size=4).weights == whole + 2 * (1024 + 6016) // 4
