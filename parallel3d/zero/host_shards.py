@@ -96,11 +96,11 @@ class HostShards:
         """Read shards from the disk ahead, which will be gathered next, in this order; forget all others that were read."""
         if not self._on_disk:
             return
-        self._coming = deque(filter(self._is_on_disk, shards))
-        ahead, self._ahead = self._ahead, deque()
-        while ahead and self._coming and ahead[0][0] is self._coming[0]:
-            self._ahead.append(ahead.popleft())
-            self._coming.popleft()
+        coming = list(filter(self._is_on_disk, shards))
+        ahead = [shard.data_ptr() for shard, _ in self._ahead]
+        if ahead != [shard.data_ptr() for shard in coming[: len(ahead)]]:
+            self._ahead.clear()  # not some of them: buffers are used in turn
+        self._coming = deque(coming[len(self._ahead) :])
         self._read_ahead()
 
     def _read_ahead(self) -> None:
