@@ -184,7 +184,7 @@ class Checkpoints:
             self._decision.attempt(
                 "load_checkpoint, reading tensors", lambda: self._apply(loading, everything, scheduler)
             )
-            self._update.sharded.follow_masters()
+            self._update.sharded.follow_masters(loading.optimizer is not None)
             return str(path), loading.state["client_state"]
 
     def resume(self, load_dir: Location, load: Callable[[str], Json | None]) -> Json | None:

@@ -29,7 +29,7 @@ from parallel3d.zero.parking import Parking
 from parallel3d.zero.policy import make_policy
 from parallel3d.zero.reducer import GradientReducer, check_precision
 from parallel3d.zero.storage import Storage, open_storage
-from parallel3d.zero.values import make_whole
+from parallel3d.zero.values import make_whole, weights_of
 from parallel3d.zero.weights import ShardedWeights, Units
 from parallel3d.zero.whole_state import WholeState
 
@@ -158,7 +158,9 @@ class WeightUpdate:
         moments, replicas = moments_of(self.optimizer) or 0, self._groups.data.size
         state = predict_state(infos, self.policy, replicas, moments, frozen=self._frozen)
         shards = predict_shards(infos, self._frozen, self.policy, replicas)
-        return open_storage(self.policy, state, shards, self._groups.control, limit_gib)
+        own = (weights_of(info.parameter) for info in (*infos, *self._frozen))
+        held = sum(w.shard.nbytes for w in own if w is not None and w.shard.device.type == "cpu")
+        return open_storage(self.policy, state, shards, held, self._groups.control, limit_gib)
 
     def disks(self) -> dict[str, ScratchFile]:
         """Return the files of what is offloaded to disk, by what that is."""

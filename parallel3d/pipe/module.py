@@ -43,7 +43,8 @@ from parallel3d.specs import (
     check_layers,
     layer_name,
 )
-from parallel3d.zero.init import shard_parameter, shards_weights
+from parallel3d.zero.host_shards import HostShards
+from parallel3d.zero.init import host_shards, shard_parameter, shards_weights
 from parallel3d.zero.values import is_whole
 
 
@@ -121,7 +122,7 @@ class PipelineModule(nn.Module):
             num_chunks=num_chunks,
             placement=placement,
         )
-        self._join(settings, shards_weights(config))
+        self._join(settings, shards_weights(config), host_shards(config))
         self.dynamic_shape, self._own_checkpoint_func = dynamic_shape, activation_checkpoint_func
         self.use_checkpointer(Checkpointer())
         self._seed_fn = seed_fn if settings.seed_layers else None
@@ -135,11 +136,12 @@ class PipelineModule(nn.Module):
             self.partition = LayerSplitter(layers, settings, self.placement, context, sample, recomputes).split(config)
         self._place(layers, seed, context, recomputes)
 
-    def _join(self, settings: BuildSettings, shards_layers: bool) -> None:
+    def _join(self, settings: BuildSettings, shards_layers: bool, host: HostShards | None) -> None:
         """Make the process groups of the layout, and determine this rank's chunks."""
-        self.settings, self.num_stages, self._shards_layers = settings, settings.num_stages, shards_layers
+        self.settings, self.num_stages = settings, settings.num_stages
         self.placement = placement_of(settings.placement, settings.num_stages, settings.num_chunks)
         self.groups = ProcessGroups(settings.topology)
+        self._shards_layers, self._host = shards_layers and (self.groups.data.size > 1 or host is not None), host
         self.device = local_device()
         self.stage_id = self.groups.coordinate("pipe")
         self.own_chunks = tuple(c for c, stage in enumerate(self.placement) if stage == self.stage_id)
@@ -197,7 +199,7 @@ class PipelineModule(nn.Module):
             with seeded(layer_seed(seed, k), self.device), self.device:
                 if self._seed_fn is not None:
                     self._seed_fn(layer_seed(seed, k))
-                shards = self._shards_layers and self.groups.data.size > 1 and not isinstance(layer, TiedLayerSpec)
+                shards = self._shards_layers and not isinstance(layer, TiedLayerSpec)
                 self.layers[key] = layer.build(replace(context, reads_later=shards))
             if shards:
                 self._shard(self.layers[key])
@@ -213,7 +215,7 @@ class PipelineModule(nn.Module):
         for parameter in filter(is_whole, layer.parameters()):
             if slicing_of(parameter) is None:
                 broadcast(parameter.data, self.groups.model.ranks[0], self.groups.model)
-            shard_parameter(parameter, self.groups.data)
+            shard_parameter(parameter, self.groups.data, self._host)
 
     def _modules_in_order(self) -> list[tuple[int, nn.Module]]:
         return sorted(((int(layer), module) for layer, module in self.layers.items()), key=lambda item: item[0])

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -48,12 +49,11 @@ class HostShards:
 
     - pin: whether the memory is pinned; without it, copies don't overlap with computations.
     - file: for shards on disk. count: number of the buffers that they pass through.
-    - kept: all shards.
     """
 
     def __init__(self, device: torch.device, pin: bool, file: ScratchFile | None = None, count: int = 0):
         self._device, self._pin, self._transfers = device, pin, Transfers()
-        self.kept: list[Tensor] = []
+        self._kept: list[ref[Tensor]] = []
         self._longest = 0  # bytes of the largest shard
         self._buffers: list[tuple[Tensor, Event]] = []  # the one that was used last is the last
         self._read: Event = None
@@ -80,9 +80,14 @@ class HostShards:
             self._on_disk[kept.data_ptr()] = None
         else:
             kept = allocate_slab(shard.nbytes, self._pin).view(shard.dtype).copy_(shard)
-        self.kept.append(kept)
+        self._kept.append(ref(kept))
         self._longest = max(self._longest, kept.nbytes)
         return kept
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """The shards that are in use."""
+        return [shard for each in self._kept if (shard := each()) is not None]
 
     def _is_on_disk(self, shard: Tensor) -> bool:
         return shard.data_ptr() in self._on_disk
@@ -91,11 +96,11 @@ class HostShards:
         """Read shards from the disk ahead, which will be gathered next, in this order; forget all others that were read."""
         if not self._on_disk:
             return
-        self._coming = deque(filter(self._is_on_disk, shards))
-        ahead, self._ahead = self._ahead, deque()
-        while ahead and self._coming and ahead[0][0] is self._coming[0]:
-            self._ahead.append(ahead.popleft())
-            self._coming.popleft()
+        coming = list(filter(self._is_on_disk, shards))
+        ahead = [shard.data_ptr() for shard, _ in self._ahead]
+        if ahead != [shard.data_ptr() for shard in coming[: len(ahead)]]:
+            self._ahead.clear()  # not some of them: buffers are used in turn
+        self._coming = deque(coming[len(self._ahead) :])
         self._read_ahead()
 
     def _read_ahead(self) -> None:

@@ -18,6 +18,7 @@ from parallel3d.comm.groups import whole_world
 from parallel3d.config import Config, load_sections
 from parallel3d.errors import ConfigError
 from parallel3d.zero.gathered import GatheredParameters
+from parallel3d.zero.host_shards import HostShards
 from parallel3d.zero.values import weights_of
 from parallel3d.zero.weights import ShardedWeights
 
@@ -27,10 +28,23 @@ def shards_weights(config: str | Path | Mapping[str, Any] | Config | None) -> bo
     return config is not None and load_sections(config, "zero_optimization").zero_optimization.stage == 3
 
 
+def host_shards(config: str | Path | Mapping[str, Any] | Config | None) -> HostShards | None:
+    """Return what keeps shards in host memory while a model is built, if a configuration offloads them; else None."""
+    if not shards_weights(config):
+        return None
+    assert config is not None
+    section = load_sections(config, "zero_optimization").zero_optimization.offload_param
+    return HostShards(local_device(), pin=False) if section.device not in ("none", None) else None
+
+
 @torch.no_grad()
-def shard_parameter(parameter: nn.Parameter, group: Group) -> None:
-    """Keep only this rank's shard of a parameter. The values are those that the first rank of the group has. Collective."""
-    if group.size == 1 or weights_of(parameter) is not None or not parameter.is_floating_point():
+def shard_parameter(parameter: nn.Parameter, group: Group, host: HostShards | None = None) -> None:
+    """Keep only this rank's shard of a parameter. The values are those that the first rank of the group has. Collective.
+
+    host: keeps the shard, also where it is the whole parameter; None to keep it on the device.
+    """
+    is_alone = group.size == 1 and host is None
+    if is_alone or weights_of(parameter) is not None or not parameter.is_floating_point():
         return
     numel, size = parameter.numel(), -(-parameter.numel() // group.size)
     whole = parameter.new_zeros(size * group.size)
@@ -38,7 +52,8 @@ def shard_parameter(parameter: nn.Parameter, group: Group) -> None:
     broadcast(whole, group.ranks[0], group)
     view = whole[:numel].view(parameter.shape)
     parameter.data = view
-    ShardedWeights(whole, whole[group.index * size :][:size].clone(), [parameter], [view], group)
+    shard = whole[group.index * size :][:size]
+    ShardedWeights(whole, shard.clone() if host is None else host.keep(shard), [parameter], [view], group, host)
 
 
 class Init:
@@ -47,6 +62,8 @@ class Init:
     - module: shard the parameters of this module, too, which is built already.
     - config_dict_or_path (or config): a configuration; without ZeRO stage 3 the context does nothing.
     - dtype: cast the parameters to it, before they are sharded.
+    - remote_device: "cpu" or "nvme" to keep the shards in host memory until `initialize` is called, also those of a single
+      rank. So does a configuration with offload_param.
     - enabled: False to do nothing. Other arguments of DeepSpeed's are accepted and have no effect.
 
     All ranks must build the same modules in the same order, and get the first rank's values. `module.apply(function)` gathers
@@ -71,6 +88,7 @@ class Init:
             raise ConfigError("zero.Init shards over all ranks; leave data_parallel_group out")
         given = config_dict_or_path if config_dict_or_path is not None else config
         self._enabled = enabled and (given is None or shards_weights(given))
+        self._host = HostShards(local_device(), pin=False) if remote_device in ("cpu", "nvme") else host_shards(given)
         self._dtype = dtype
         self._building: list[nn.Module] = []
         self._restore = ExitStack()
@@ -131,7 +149,7 @@ class Init:
             if weights_of(parameter) is None:
                 cast = parameter.is_floating_point() and self._dtype is not None
                 parameter.data = parameter.data.to(local_device(), self._dtype if cast else None)
-                shard_parameter(parameter, group)
+                shard_parameter(parameter, group, self._host)
 
 
 def _classes(kind: type) -> Iterator[type]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.comm.transfers import Event, Transfers
+from parallel3d.errors import OffloadError
 from parallel3d.zero.buckets import Bucket, ParameterShard, Span
 from parallel3d.zero.disk import in_blocks
 from parallel3d.zero.memory import StateBytes, bytes_of
@@ -66,8 +67,9 @@ class OffloadedState:
     state stays on the device, bit for bit. On the CPU: gradients are copied to the host, the optimizer updates the state there,
     and weights are copied back.
 
-    optimizer: an elementwise one that holds the buckets' masters; its step() runs once for each span. storage: where
-    the state is kept.
+    optimizer: an elementwise one that holds the buckets' masters; its step() runs once for each span. If it raises, the
+    state of that span and of those to come is as before (on the CPU, its own may be in between), and `check_whole` raises.
+    storage: where the state is kept.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class OffloadedState:
         self._window_bytes = 0  # of the last step
         self._last: Event = None  # of the last copy to the host
         self._steps = 0
+        self._failure: str | None = None  # the error that ended a step before its end
         if self.on_cpu and isinstance(optimizer, _FUSED_ON_CPU):
             for group in optimizer.param_groups:
                 group.update(fused=True, foreach=False)
@@ -161,9 +164,24 @@ class OffloadedState:
         kept = [group["params"] for group in self._optimizer.param_groups]
         try:
             run(work, untouched, factor, meanwhile)
+        except BaseException as error:
+            self._failure = repr(error)
+            raise
         finally:
             for group, params in zip(self._optimizer.param_groups, kept, strict=True):
                 group["params"] = params
+
+    def check_whole(self) -> None:
+        """Raise OffloadError if a step has failed after it had updated some spans, unless all state was loaded since."""
+        if self._failure is not None:
+            raise OffloadError(
+                f"the optimizer's step failed ({self._failure}) when it had updated some of the weights and their state, and "
+                "not others; load a checkpoint with its optimizer state, or start anew from one"
+            )
+
+    def forget_failure(self) -> None:
+        """Note that all state was loaded."""
+        self._failure = None
 
     def _step_on_device(
         self, work: Iterator[tuple[Bucket, Span]], untouched: Set[nn.Parameter], factor: Tensor | None, meanwhile: Call
@@ -215,11 +233,15 @@ class OffloadedState:
         bucket, span, flats = visit.bucket, visit.span, self._flats[visit.bucket]
         for piece in span.pieces:
             self._point(piece, bucket, visit.rooms, span.part.start)
-        bucket.assign_gradients(span, untouched, factor)
-        self._optimize(span, self._device)
-        if _MASTER in visit.rooms:
-            bucket.write_back(span.part, visit.rooms[_MASTER])
-        self._adopt(bucket, span, visit)
+        try:
+            bucket.assign_gradients(span, untouched, factor)
+            self._optimize(span, self._device)
+            if _MASTER in visit.rooms:
+                bucket.write_back(span.part, visit.rooms[_MASTER])
+            self._adopt(bucket, span, visit)
+        finally:  # the buffer is not theirs for longer, also after an error
+            for piece in span.pieces:
+                self._point(piece, bucket, flats, 0)
         done = self._transfers.now(self._device)
         for name, room in visit.rooms.items():
             target = flats[name][span.part]
@@ -230,8 +252,6 @@ class OffloadedState:
         visit.buffer.free = self._last
         if visit.staged is not None and self._staging is not None:
             self._staging.write(visit.staged, flats, span.part, self._last)
-        for piece in span.pieces:
-            self._point(piece, bucket, flats, 0)
 
     def _step_on_cpu(
         self, work: Iterator[tuple[Bucket, Span]], untouched: Set[nn.Parameter], factor: Tensor | None, meanwhile: Call
@@ -282,9 +302,11 @@ class OffloadedState:
         for k, group in enumerate(self._optimizer.param_groups):
             group["params"] = [piece.master for piece in span.pieces if self._group_of.get(piece.master) == k]
         self._place_numbers(span, device)
-        self._optimizer.step()
-        for piece in span.pieces:
-            piece.master.grad = None
+        try:
+            self._optimizer.step()
+        finally:
+            for piece in span.pieces:
+                piece.master.grad = None
 
     def _place_numbers(self, span: Span, device: torch.device) -> None:
         """Move scalars of the state, such as the step's number, to where a kernel reads them."""

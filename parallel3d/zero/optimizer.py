@@ -161,13 +161,23 @@ class ShardedOptimizer:
                 offloaded.settle()
 
     def follow_weights(self) -> None:
-        """Copy weights that others have written into the masters, before these are read."""
+        """Copy weights that others have written into the masters, before these are read.
+
+        Raises OffloadError if a step has failed in the middle; see OffloadedState.check_whole.
+        """
+        if self.offloaded is not None:
+            self.offloaded.check_whole()
         for bucket in self.buckets:
             bucket.follow_weights(self.settle)
 
-    def follow_masters(self) -> None:
-        """Make the weights from the masters after these were written, as by a checkpoint. Collective over the partitions."""
+    def follow_masters(self, with_state: bool) -> None:
+        """Make the weights from the masters after these were written, as by a checkpoint. Collective over the partitions.
+
+        with_state: whether the optimizer's state was written, too.
+        """
         self.settle()
+        if with_state and self.offloaded is not None:
+            self.offloaded.forget_failure()
         for bucket in self.buckets:
             bucket.write_back()
         for work in [bucket.gather() for bucket in self.buckets if bucket.partition.size > 1]:

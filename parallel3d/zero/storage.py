@@ -33,15 +33,18 @@ class Storage:
 
 
 def open_storage(
-    policy: ZeroPolicy, state: StateBytes, shards: StateBytes, control: Group, limit_gib: float | None
+    policy: ZeroPolicy, state: StateBytes, shards: StateBytes, held: int, control: Group, limit_gib: float | None
 ) -> tuple[Storage | None, ScratchFile | None]:
     """Check that the host's memory and disk suffice, and take the space on disk.
 
     Returns where offloaded optimizer state is kept, and the file of shards of weights; None for what isn't offloaded.
-    state, shards: predicted bytes of this rank, of everything and of shards of weights. limit_gib: see host_capacity.
+    state, shards: predicted bytes of this rank, of everything and of shards of weights. held: bytes of host memory that will
+    be free again, those of shards of the model as it was built. limit_gib: see host_capacity.
     Collective over `control`, the world. Raises OffloadError on all ranks.
     """
-    mine = socket.gethostname(), state.host, host_capacity(limit_gib)
+    # What is left to take by a measured limit is without what is held; a limit that is given holds for all.
+    more = max(0, state.host - held) if limit_gib is None else state.host
+    mine = socket.gethostname(), more, host_capacity(limit_gib)
     everyone = all_gather_object(mine, control)
     for host in dict.fromkeys(name for name, *_ in everyone):
         ranks = [rank for rank, (name, *_) in enumerate(everyone) if name == host]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +27,11 @@ from offload_runs import (
     trained,
 )
 from parallel3d.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from torch import Tensor
 
+from parallel3d import DeepSpeedEngine as Engine
 from parallel3d.deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-from parallel3d.errors import ConfigError, ExecutionError, OffloadError
+from parallel3d.errors import ConfigError, ExecutionError, OffloadError, Parallel3DError
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -81,6 +85,77 @@ def resume(directory: Path) -> dict[str, bool]:
 def test_a_checkpoint_goes_on_with_and_without_offload(run_ranks, tmp_path: Path):
     for found in run_ranks(2, resume, tmp_path):
         assert found == {"to device": True, "to host": True, "to cpu": True, "off disk": True, "to disk": True}
+
+
+FAILING = Case(optimizer=("AdamW", {"lr": 2e-3}), config=BF16, blocks=2)
+
+
+class Failing:
+    """A function that raises after its n-th call."""
+
+    def __init__(self, function: Callable[..., Any], number: int):
+        self._function, self._left = function, number
+
+    def __call__(self, *args: Any) -> Any:
+        result = self._function(*args)
+        self._left -= 1
+        if not self._left:
+            raise ZeroDivisionError
+        return result
+
+
+def fail(directory: Path) -> list[str]:
+    """Let the second step fail in the middle, look at the state, and go on from a checkpoint; return what is wrong."""
+    problems = []
+    engine = engine_of(FAILING, {})
+    states = []
+    for step in range(2):
+        run_steps(engine, data_of(engine, step, 1), 1)
+        states.append({key: value.clone() for key, value in optimizer_state(engine).items()})
+    disk = on_disk(directory)
+    for name, offload in {"device": DEVICE, "disk": disk, "read": disk}.items():
+        engine = engine_of(FAILING, offload)
+        run_steps(engine, data_of(engine, 0, 1), 1)
+        engine.save_checkpoint(directory / name)
+        with pytest.MonkeyPatch.context() as patch:
+            if name == "read":  # of the last state of a span
+                [file] = engine.update.disks().values()
+                patch.setattr(file, "read", Failing(file.read, 15))
+            else:  # the first call is without spans
+                patch.setattr(engine.optimizer, "step", Failing(engine.optimizer.step, 4))
+            with pytest.raises(ZeroDivisionError):
+                engine.train_batch(data_of(engine, 1, 1))
+        found = "".join(map(str, progress(engine, *states)))
+        if re.fullmatch("1+0+" if name == "read" else "110+", found) is None:
+            problems.append(f"{name}: the spans' state is after step {found}")
+        for call in (lambda e: e.train_batch(data_of(e, 1, 1)), lambda e: e.save_checkpoint(directory / "mixed")):
+            with pytest.raises(Parallel3DError, match=r"ZeroDivisionError.*load a checkpoint with its optimizer state"):
+                call(engine)
+        engine.load_checkpoint(directory / name)
+        run_steps(engine, data_of(engine, 1, 1), 1)
+        state = optimizer_state(engine)
+        problems += [f"{name}: {key} at last" for key in state if not torch.equal(state[key], states[1][key])]
+    return problems
+
+
+def progress(engine: Engine, *states: dict[str, Tensor]) -> Iterator[int]:
+    """Yield which of these states each span is in, and -1 if it is in none."""
+    engine.update.sharded.settle()
+    for span in (span for bucket in engine.update.sharded.buckets for span in bucket.spans):
+        equal = set(range(len(states)))
+        for piece in span.pieces:
+            for kind, value in {"master": piece.master, **engine.optimizer.state[piece.master]}.items():
+                wholes = [state.get(f"{kind}/{piece.info.name}") for state in states]
+                part = slice(piece.start, piece.start + value.numel())
+                equal -= {
+                    k for k, w in enumerate(wholes) if w is not None and not w.view(-1)[part].equal(value.view(-1))
+                }
+        yield equal.pop() if len(equal) == 1 else -1
+
+
+def test_a_step_that_fails_in_the_middle_leaves_whole_spans_and_asks_for_a_checkpoint(run_ranks, tmp_path: Path):
+    [problems] = run_ranks(1, fail, tmp_path)
+    assert not problems, "\n".join(problems)
 
 
 def write() -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import resource
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 import parallel3d
 from parallel3d import DeepSpeedEngine as Engine
 from parallel3d.errors import ConfigError, OffloadError
+from parallel3d.pipe import LayerSpec, PipelineModule
 
 PARAM = {"offload_param": {"device": "cpu"}}
 HALF = {**DEVICE, "offload_optimizer": {**DEVICE["offload_optimizer"], "ratio": 0.5}}
@@ -231,6 +233,54 @@ def same(some: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
 def test_a_plain_module_trains_is_written_and_resumed_as_without_offload(run_ranks, tmp_path: Path, world: int):
     for found in run_ranks(world, plain, tmp_path):
         assert all(found), found
+
+
+class Measured(nn.Linear):
+    """Notes the bytes of all tensors outside of slabs when it has been made."""
+
+    seen: ClassVar[list[int]] = []
+
+    def __init__(self) -> None:
+        super().__init__(256, 256)
+        if not self.weight.is_meta:  # a layer is built without memory to know its size
+            storages = (t.untyped_storage() for t in gc.get_objects() if isinstance(t, Tensor) and not t.is_meta)
+            self.seen.append(sum({s.data_ptr(): s.nbytes() for s in storages if s.resizable()}.values()))
+
+
+def build(directory: Path) -> dict[str, tuple[float, bool]]:
+    """Return, of models built with all weights offloaded, the layers in memory at a time, and whether bits are equal."""
+    found = {}
+    for offload, remote in ((PARAM, None), (nvme(directory), "nvme")):
+        config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3, **offload}}
+        for inside in (False, True):
+
+            def make(given: dict[str, Any] | None, inside: bool = inside, remote: str | None = remote) -> nn.Module:
+                torch.manual_seed(3)
+                stage = given if remote is None else {"zero_optimization": {"stage": 3}}
+                enabled = inside and given is not None
+                with parallel3d.zero.Init(config_dict_or_path=stage, remote_device=remote, enabled=enabled):
+                    if inside:
+                        return nn.Sequential(*(Measured() for _ in range(6)))
+                    return PipelineModule([LayerSpec(Measured)] * 6, num_stages=1, config=given)
+
+            with torch.no_grad():
+                wanted = {name: p.clone() for name, p in make(None).named_parameters()}
+            Measured.seen.clear()
+            module = make(config)
+            layers = [(size - Measured.seen[0]) / (4 * 257 * 256) + 1 for size in Measured.seen]
+            engine, *_ = parallel3d.initialize(
+                model=module, config=config, optimizer=torch.optim.Adam(module.parameters())
+            )
+            found[f"{offload}, {inside}"] = max(layers), same(whole(engine), wanted)
+    return found
+
+
+def test_a_model_of_one_replica_is_built_with_one_layer_on_the_device(run_ranks, tmp_path: Path):
+    [found] = run_ranks(1, build, tmp_path)
+    assert len(found) == 4
+    for name, (layers, equal) in found.items():
+        assert layers < 1.1, name
+        assert equal, name
 
 
 def order_of_reads(directory: Path) -> list[list[str]]:

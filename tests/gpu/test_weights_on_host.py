@@ -1,7 +1,8 @@
-"""Weights whose shards are in host memory, on one GPU: many units are copied while others compute, to the same bits."""
+"""Shards of weights in host memory or on disk, on one GPU: many units are copied while others compute, to the same bits."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,10 +73,12 @@ def train(zero: dict[str, Any], plain: bool) -> tuple[list[float], dict[str, Ten
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_the_bits_are_those_without_offload(plain: bool):
+def test_the_bits_are_those_without_offload(plain: bool, tmp_path: Path):
     assert not dist.is_initialized() or dist.get_world_size() == 1
     losses, weights = train({"stage": 0}, plain)
-    for zero in (PARAM, PARAM | STATE):
+    disk = {"device": "nvme", "nvme_path": str(tmp_path)}
+    on_disk = {**PARAM, "offload_param": disk, "offload_optimizer": disk, "sub_group_size": 100_000}
+    for zero in (PARAM, PARAM | STATE, on_disk):
         for _ in range(3):  # a race need not show at once
             own_losses, own_weights = train(zero, plain)
             assert own_losses == losses
