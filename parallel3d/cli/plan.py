@@ -20,6 +20,7 @@ from parallel3d.atomic_write import write_whole
 from parallel3d.config.layout import given_section, parse_layout
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import find_run_records
+from parallel3d.planner import rare_collections
 from parallel3d.planner.calibrate.calibration import Calibration, calibrate, read_calibration
 from parallel3d.planner.calibrate.measure import default_path, measure_cluster
 from parallel3d.planner.calibrate.measure_worker import measure_model
@@ -28,7 +29,7 @@ from parallel3d.planner.cluster.cluster import Cluster
 from parallel3d.planner.cluster.file import load_cluster
 from parallel3d.planner.report import write_report
 from parallel3d.planner.search.model import MODELS, load_model
-from parallel3d.planner.search.plan import Planner, Question, rare_collections
+from parallel3d.planner.search.plan import Planner, Question
 from parallel3d.planner.search.result import PlanResult, Prediction
 
 _GIB = 2**30

@@ -128,7 +128,7 @@ class Search:
         """Return the objective of the descent: the largest stage, and a little of the others, to leave plateaus."""
         parts = self._parts(self._cost, bounds)
         loads = parts @ self._stage
-        spread = 1e-3 * np.sqrt((loads * loads).mean(axis=-1))
+        spread = 1e-3 * np.sqrt(_over_last(np.add, loads * loads) / loads.shape[-1])
         return 1e6 * self._excess(bounds) + _largest(loads) + self._evenness * _largest(parts) + spread
 
     def _objectives(self, bounds: _Bounds) -> list[FloatArray]:
@@ -137,12 +137,16 @@ class Search:
         loads = parts @ self._stage
         largest = _largest(parts)
         pace = _largest(loads) + self._evenness * largest
-        return [self._excess(bounds), pace, largest, (parts * parts).sum(axis=-1)]
+        return [self._excess(bounds), pace, largest, _over_last(np.add, parts * parts)]
+
+
+def _over_last(combine: np.ufunc, values: FloatArray) -> FloatArray:
+    """Return combine.reduce(values, axis=-1), in less time for an axis of few elements."""
+    return reduce(combine, np.moveaxis(values, -1, 0))
 
 
 def _largest(values: FloatArray) -> FloatArray:
-    """Return values.max(axis=-1), in less time for an axis of few elements."""
-    return reduce(np.maximum, np.moveaxis(values, -1, 0))
+    return _over_last(np.maximum, values)
 
 
 def _finite(cost: FloatArray) -> FloatArray:

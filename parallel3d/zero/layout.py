@@ -157,17 +157,16 @@ def lay_out(infos: Sequence[ParameterInfo], policy: ZeroPolicy, num_shards: int)
     larger than the limit has its own bucket. Parameters are padded to ALIGNMENT, buckets to num_shards * ALIGNMENT elements.
     With stage 3 no bucket has parameters of several units, unless their weights stay whole.
     """
-    kinds: dict[tuple[int | None, Kind], list[ParameterInfo]] = {}
+    kinds: dict[tuple[int | None, tuple[torch.dtype, bool, Group | None]], list[ParameterInfo]] = {}
     sharded = _sharded_units(infos, policy, num_shards)
     for info in infos:
         parameter = info.parameter
-        partial_over = getattr(parameter, "partial_over", None)
-        kind = Kind(parameter.dtype, slicing_of(parameter) is not None, partial_over)
+        kind = parameter.dtype, slicing_of(parameter) is not None, getattr(parameter, "partial_over", None)
         kinds.setdefault((info.unit if info.unit in sharded else None, kind), []).append(info)
     layouts = [
         layout
         for (unit, kind), alike in kinds.items()
-        for layout in _cut(kind, alike, policy, num_shards, unit is not None)
+        for layout in _cut(Kind(*kind), alike, policy, num_shards, unit is not None)
     ]
     if (weights := policy.weight_offload) is not None:
         taken = _share((layout.numel * layout.is_sharded for layout in layouts), weights.ratio)

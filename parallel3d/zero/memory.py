@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -72,34 +73,31 @@ def predict_state(
     early: the parameters that get gradients in a BACKWARD_INPUT; their buckets stay filling until the BACKWARD_WEIGHT.
     frozen: parameters that are not trained, of which shards in host memory count.
     """
-    total = StateBytes()
+    total: Counter[str] = Counter()
     passing: dict[torch.dtype, list[tuple[int, bool]]] = {}  # buckets whose gradients pass through a buffer
     offloaded: list[BucketLayout] = []
     for layout in _layouts(parameters, policy, data_size):
         padded, shard = layout.numel, layout.shard_numel
         master, accumulator = layout.master_dtype, layout.gradient_dtype
         held = shard if layout.is_sharded else sum(layout.sizes) if layout.is_in_place else padded
-        total += StateBytes(
-            weights=0 if layout.weights_on_host else held * layout.weight_dtype.itemsize,
-            gradients=(shard if layout.is_transient else padded) * accumulator.itemsize,
-        )
+        total["weights"] += 0 if layout.weights_on_host else held * layout.weight_dtype.itemsize
+        total["gradients"] += (shard if layout.is_transient else padded) * accumulator.itemsize
         each = shard * master.itemsize
         masters, optimizer = each * layout.has_own_master, each * moments
         if layout.is_offloaded:
             offloaded.append(layout)
             if layout.is_on_disk:
-                total += StateBytes(disk=in_blocks(each) * (moments + layout.has_own_master))
+                total["disk"] += in_blocks(each) * (moments + layout.has_own_master)
             else:
-                total += StateBytes(host=masters + optimizer)
+                total["host"] += masters + optimizer
         else:
-            update = each if accumulator != master else 0
-            total += StateBytes(masters=masters, optimizer=optimizer, update=update)
+            total.update(masters=masters, optimizer=optimizer, update=each if accumulator != master else 0)
         if layout.is_transient:
             is_early = any(info.parameter in early for info in layout.infos)
             passing.setdefault(accumulator, []).append((padded, is_early))
-    transient = sum(_buffers(sizes) * dtype.itemsize for dtype, sizes in passing.items())
-    total += predict_shards(parameters, frozen, policy, data_size)
-    return total + StateBytes(transient=transient) + _window(offloaded, policy.offload, moments)
+    total["transient"] = sum(_buffers(sizes) * dtype.itemsize for dtype, sizes in passing.items())
+    state = StateBytes(**total) + _window(offloaded, policy.offload, moments)
+    return state if policy.weight_offload is None else state + predict_shards(parameters, frozen, policy, data_size)
 
 
 def predict_shards(

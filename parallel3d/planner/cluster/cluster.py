@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 import networkx as nx
 
@@ -75,6 +76,7 @@ class Cluster:
     collective_seconds: float = 0.0
 
 
+@lru_cache(1 << 16)
 def natural(name: str) -> tuple[tuple[str, int], ...]:
     """Return a key to sort names by that puts "host2" before "host10"."""
     return tuple((text, int(digits or -1)) for text, digits in re.findall(r"(\D*)(\d*)", name))

@@ -269,7 +269,7 @@ def _add_links(graph: nx.Graph, links: Sequence[LinkSpec]) -> None:
     pairs = 0
     joined = []
     for link in links:
-        given = link.given
+        given = dict(link.given)
         starts, ends = (_matching(graph, pattern) for pattern in given.pop("between"))
         pairs += len(starts) * len(ends)
         if pairs > _MOST_PAIRS:

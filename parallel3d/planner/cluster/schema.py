@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
@@ -72,7 +73,7 @@ class Described(BaseModel):
                 )
         return given
 
-    @property
+    @cached_property
     def given(self) -> dict[str, Any]:
         """The fields that are not None."""
         return {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}

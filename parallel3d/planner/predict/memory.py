@@ -66,6 +66,7 @@ class MemoryModel:
         adam = given is not None and given.type.lower() in ("adam", "adamw")
         is_rounded = model.device == "cuda" and model.precision.weights is not None
         self._steps_by_kernel = adam and is_rounded and model.config.kernels.optimizer_step
+        self._copies = step_bytes(self._optimizer, 1, 1, 4, model.device == "cuda") > 0
         modules = [id(layer) for layer in model.specs if isinstance(layer, nn.Module)]
         self._has_ties = len(set(modules)) < len(modules) or any(isinstance(s, TiedLayerSpec) for s in model.specs)
 
@@ -207,7 +208,7 @@ class MemoryModel:
             others -= sum(unit.host for unit in unit_sizes([], frozen, policy, replicas).values())
             state = predict_state(infos, policy, replicas, self._moments, early if splits else set(), frozen)
             shared = state.weights if self._steps_by_kernel and layout.zero and replicas in WORLD_SIZES else 0
-            total, largest = piece_sizes(infos, policy, replicas)
+            total, largest = piece_sizes(infos, policy, replicas) if self._copies else (0, 0)
             if policy.offload is not None:
                 total = largest = 0 if policy.offload.on_cpu else min(total, policy.offload.window)
             self._states[key] = _State(

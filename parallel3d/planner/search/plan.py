@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -16,6 +14,7 @@ from parallel3d.config.layout import Layout, PartialLayout, configuration, given
 from parallel3d.costs.layer_costs import LayerCost
 from parallel3d.costs.work import Collective
 from parallel3d.errors import ConfigError, ScheduleError
+from parallel3d.planner import rare_collections
 from parallel3d.planner.calibrate.calibration import Calibration
 from parallel3d.planner.cluster.cluster import Cluster
 from parallel3d.planner.network.links import Network
@@ -167,19 +166,6 @@ class Planner:
 def possible_tensor_ranks(gpus: int) -> list[int]:
     """Return the possible tensor-parallel ranks on hosts of this many GPUs: powers of two, and what fills a host evenly."""
     return [n for n in range(1, gpus + 1) if n & (n - 1) == 0 or gpus % n == 0]
-
-
-@contextmanager
-def rare_collections() -> Iterator[None]:
-    """Collect only new garbage, and rarely: programs are a million objects, none of them in a cycle."""
-    before = gc.get_threshold()
-    gc.freeze()
-    gc.set_threshold(200_000, 50, 50)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-        gc.unfreeze()
 
 
 def profile_of(model: PlannedModel, cluster: Cluster, config: Config) -> ModelProfile:
