@@ -31,6 +31,7 @@ from planned_run import model_of
 from results import as_text
 from run import SHORTEST, describe_run, environment, error_lines, find_result, run_process
 
+from parallel3d.config import load
 from parallel3d.config.layout import PartialLayout, configuration, parse_layout
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import RunRecord, read_run_record
@@ -129,7 +130,7 @@ def tasks_of(names: Sequence[str], cluster: Cluster, models: Mapping[str, Planne
         if layout.world_size > len(cluster.gpus):
             raise ConfigError(f"{name} needs {layout.world_size} GPUs; {cluster.name} has {len(cluster.gpus)}")
         if size not in predictors:
-            profile = profile_of(model, cluster, configuration(layout, model.config))
+            profile = profile_of(model, cluster, load(configuration(layout, model.config)))
             predictors[size] = Predictor(model, profile, network)
         bounds = predictors[size].predict(layout).split.bounds
         tasks.append(Task(size, written, configuration(layout, model.config, bounds)))
