@@ -123,8 +123,10 @@ def check_memory(engine: Engine, way: str, has_shared: bool) -> list[str]:
     update = engine.update
     shards = [w for bucket in update.reducer.all_buckets() if (w := bucket.sharded) is not None]
     kept = sum(shard.numel() for shard in update.host_shards.kept)
-    if ("disk" in way) != any(update.host_shards.bytes_on_disk() for _ in update.disks()):
+    if ("disk" in way) != (update.host_shards.bytes_on_disk() > 0):
         problems.append(f"{update.host_shards.bytes_on_disk()} bytes of weights are on disk")
+    if any(file.rates()[0] == 0 for file in update.disks().values()):
+        problems.append("nothing was read from the disk")
     every = [*shards, *(bucket.sharded for bucket in update.frozen_buckets)]
     if way == "some weights":
         on_device = sum(bucket.sharded is None or not bucket.weights_on_host for bucket in update.sharded.buckets)

@@ -344,16 +344,16 @@ def test_parameters_have_deepspeeds_attributes_and_rank_0_gets_all_weights(run_r
 # --- zero.Init
 
 
-def train_made_inside(name: str) -> Any:
+def train_made_inside(name: str, zero: dict[str, Any]) -> Any:
     """The model is built on each rank from another seed; the first rank's values count."""
     torch.manual_seed(7 + parallel3d.comm.get_rank())
-    with parallel3d.zero.Init(config_dict_or_path={"zero_optimization": ZERO}):
+    with parallel3d.zero.Init(config_dict_or_path={"zero_optimization": {**ZERO, **zero}}):
         model = Shuffling() if name == "shuffling" else llama_of_config()
     inside = [p.untyped_storage().nbytes() for p in model.parameters()]
     with parallel3d.zero.GatheredParameters(model.parameters()):
         start = {n: p.detach().clone() for n, p in model.named_parameters()}
     loss_of = shuffled if name == "shuffling" else language_loss
-    return start, max(inside), *train(model, 3, loss_of)
+    return start, max(inside), *train(model, 3, loss_of, **zero)
 
 
 def llama_of_config() -> Any:
@@ -362,13 +362,14 @@ def llama_of_config() -> Any:
     return hf.LlamaForCausalLM(getattr(hf, kind)(**settings))
 
 
-@pytest.mark.parametrize("name", ["shuffling", "llama"])
-def test_a_model_built_inside_init_is_sharded_and_trains_as_its_whole_self(run_ranks, name: str):
+@pytest.mark.parametrize(("name", "world"), [("shuffling", 2), ("llama", 2), ("llama", 1)])
+def test_a_model_built_inside_init_is_sharded_and_trains_as_its_whole_self(run_ranks, name: str, world: int):
     model = shuffling() if name == "shuffling" else llama()
-    ranks = run_ranks(2, train_made_inside, name)
+    zero = {"offload_param": {"device": "cpu"}} if world == 1 else {}
+    ranks = run_ranks(world, train_made_inside, name, zero)
     start = ranks[0][0]
     model.load_state_dict(start, strict=False)
-    wanted = on_one_process(model, 3, shuffled if name == "shuffling" else language_loss, 2)
+    wanted = on_one_process(model, 3, shuffled if name == "shuffling" else language_loss, world)
     for same, largest, found, _, _, live in ranks:
         assert largest <= 4, "each parameter is a placeholder of one element"
         assert all(torch.equal(same[key], value) for key, value in start.items())
