@@ -81,3 +81,8 @@ class Transfers:
         """Make the device's current stream wait for an event."""
         if done is not None:
             torch.cuda.current_stream(device).wait_event(done)
+
+    def join(self, device: torch.device) -> None:
+        """Make the device's current stream wait for all copies that were started."""
+        for stream in self._streams.values():
+            torch.cuda.current_stream(device).wait_stream(stream)

@@ -70,7 +70,7 @@ class HostShards:
         """The buffers between the disk and the device, once all shards are kept."""
         assert self._file is not None
         longest = max(shard.nbytes for shard in self.kept if self._is_on_disk(shard))
-        return Staging(self._file, self._count, lambda n, dtype: allocate_slab(n, self._pin).view(dtype), longest)
+        return Staging(self._file, self._count, self._pin, longest)
 
     def keep(self, shard: Tensor, on_disk: bool = False) -> Tensor:
         """Return a copy of a flat shard in host memory, or on disk."""

@@ -12,6 +12,7 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
+from parallel3d.comm.host_memory import allocate_slab
 from parallel3d.comm.transfers import Event, Transfers
 from parallel3d.errors import OffloadError
 from parallel3d.zero.buckets import Bucket, ParameterShard, Span
@@ -32,16 +33,16 @@ _FUSED_ON_CPU = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch
 
 @dataclass(eq=False)
 class _Buffer:
-    """Flat tensors that one span at a time passes through, by the name of its state. free: when the last one has left."""
+    """Memory that one span at a time passes through, by the name of its state. free: when the last one has left."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     free: Event = None
 
-    def room(self, name: str, like: Tensor, allocate: Callable[[torch.dtype], Tensor]) -> Tensor:
-        """Return room for a tensor. allocate: makes it, for the longest span, if there is none yet."""
-        if name not in self.tensors:
-            self.tensors[name] = allocate(like.dtype)
-        return self.tensors[name][: like.numel()]
+    def room(self, name: str, like: Tensor, allocate: Callable[[int], Tensor]) -> Tensor:
+        """Return room for a flat tensor. allocate: makes it, unless there is enough, given the bytes of an element."""
+        if name not in self.tensors or self.tensors[name].nbytes < like.nbytes:
+            self.tensors[name] = allocate(like.itemsize)
+        return self.tensors[name][: like.nbytes].view(like.dtype)
 
 
 @dataclass(eq=False)
@@ -87,10 +88,11 @@ class OffloadedState:
             own = bucket.master if bucket.has_own_master else None
             self._flats[bucket] = {} if own is None else {_MASTER: own}
         self._longest = max(span.part.stop - span.part.start for bucket in buckets for span in bucket.spans)
+        self._widest = max(bucket.master_dtype.itemsize for bucket in buckets)
         self._storage, self._staging = storage, None
         if storage.file is not None:
             read = min(settings.host_buffers, sum(len(bucket.spans) for bucket in buckets if bucket.is_on_disk))
-            self._staging = Staging(storage.file, read, storage.on_host, self._longest)
+            self._staging = Staging(storage.file, read, storage.settings.pin, self._longest * self._widest)
         self._group_of = {p: k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
         # What gradients pass through on their way to the CPU is kept: to pin new memory takes long.
         self._window = [_Buffer() for _ in range(settings.buffers)] if self.on_cpu else []
@@ -103,11 +105,12 @@ class OffloadedState:
                 group.update(fused=True, foreach=False)
         self._adopt_all()
 
-    def _on_device(self, dtype: torch.dtype) -> Tensor:
-        return torch.empty(self._longest, dtype=dtype, device=self._device)
+    def _on_device(self, itemsize: int) -> Tensor:
+        """Return memory for the longest span of any bucket, whose state may be wider."""
+        return torch.empty(self._longest * max(itemsize, self._widest), dtype=torch.uint8, device=self._device)
 
-    def _on_host(self, dtype: torch.dtype) -> Tensor:
-        return self._storage.on_host(self._longest, dtype)
+    def _on_host(self, itemsize: int) -> Tensor:
+        return allocate_slab(self._longest * itemsize, self._settings.pin)
 
     def after_step(self) -> None:
         """With ratio "auto", move the state to the device that it has had no use for the memory of in the first steps."""
@@ -168,6 +171,7 @@ class OffloadedState:
             self._failure = repr(error)
             raise
         finally:
+            self._transfers.join(self._device)  # the window's memory is free for others, also after an error
             for group, params in zip(self._optimizer.param_groups, kept, strict=True):
                 group["params"] = params
 
@@ -194,8 +198,6 @@ class OffloadedState:
             self._transfers.wait_for(visit.arrived, self._device)
             self._update(visit, untouched, factor)
             coming.extend(self._bring(*one, visit.buffer) for one in islice(ready, 1))
-        # The window's memory is free for the next forward.
-        self._transfers.wait_for(self._last, self._device)
         self._window_bytes = _bytes_in(window)
 
     def _staged(self, work: Iterator[tuple[Bucket, Span]]) -> Iterator[tuple[Bucket, Span, Staged | None]]:
@@ -216,8 +218,8 @@ class OffloadedState:
             yield _read(coming.popleft(), reads)
 
     def _bring(self, bucket: Bucket, span: Span, staged: Staged | None, buffer: _Buffer) -> _Visit:
-        """Start to copy a span's state into a buffer."""
-        visit = _Visit(bucket, span, buffer, staged)
+        """Start to copy a span's state into a buffer. What the optimizer makes anew waits for the buffer, too."""
+        visit = _Visit(bucket, span, buffer, staged, arrived=buffer.free)
         flats = (
             {name: flat[span.part] for name, flat in self._flats[bucket].items()} if staged is None else staged.tensors
         )
@@ -266,7 +268,6 @@ class OffloadedState:
                     visit.arrived.synchronize()
                 self._update_on_cpu(visit, untouched, factor)
                 coming.extend(self._send(*one, visit.buffer) for one in islice(work, 1))
-        self._transfers.wait_for(self._last, self._device)
 
     def _send(self, bucket: Bucket, span: Span, buffer: _Buffer) -> _Visit:
         """Start to copy a span's gradients to the host."""

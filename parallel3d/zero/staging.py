@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
+from parallel3d.comm.host_memory import allocate_slab
 from parallel3d.comm.transfers import Event
 from parallel3d.zero.disk import ScratchFile, Transfer, in_blocks
 
@@ -26,9 +26,8 @@ class Staged:
 
     def wait(self) -> None:
         """Return when it has been read. Raises OffloadError."""
-        reads, self.reads = self.reads, []
-        for transfer in reads:
-            transfer.wait()
+        while self.reads:
+            self.reads.pop().wait()
 
     def keep_until(self, event: Event) -> None:
         """Let the buffer be used again only after an event."""
@@ -44,11 +43,11 @@ class Staged:
 class Staging:
     """Reads parts of a scratch file's tensors into host buffers, and writes them back when a device has filled them.
 
-    - count: number of buffers, used in turn. allocate: makes flat tensors in host memory. longest: elements of a part at most.
+    - count: number of buffers, used in turn. pin: whether they are pinned. longest: bytes of a part of a tensor at most.
     """
 
-    def __init__(self, file: ScratchFile, count: int, allocate: Callable[[int, torch.dtype], Tensor], longest: int):
-        self.file, self._allocate, self._longest = file, allocate, longest
+    def __init__(self, file: ScratchFile, count: int, pin: bool, longest: int):
+        self.file, self._pin, self._longest = file, pin, longest
         self._buffers = deque(Staged() for _ in range(count))
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="parallel3d write-back")
 
@@ -74,7 +73,7 @@ class Staging:
     def room(self, staged: Staged, name: str, like: Tensor) -> Tensor:
         """Make room for a part in a buffer; return its bytes, up to the end of its last block."""
         if name not in staged.slabs:
-            staged.slabs[name] = self._allocate(in_blocks(self._longest * like.itemsize), torch.uint8)
+            staged.slabs[name] = allocate_slab(in_blocks(self._longest), self._pin)
         staged.tensors[name] = staged.slabs[name][: like.nbytes].view(like.dtype)
         return staged.slabs[name][: in_blocks(like.nbytes)]
 

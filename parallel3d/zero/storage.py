@@ -25,10 +25,8 @@ class Storage:
 
     def allocate(self, numel: int, dtype: torch.dtype, on_disk: bool) -> Tensor:
         """Return a flat tensor of zeros for state."""
-        return self.file.allocate(numel, dtype) if on_disk and self.file is not None else self.on_host(numel, dtype)
-
-    def on_host(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a flat tensor of zeros in the host's memory."""
+        if on_disk and self.file is not None:
+            return self.file.allocate(numel, dtype)
         return allocate_slab(numel * dtype.itemsize, self.settings.pin).view(dtype)
 
 

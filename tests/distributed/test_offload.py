@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from late_copies import late_copies
 from layouts import run_steps
 from offload_runs import (
     BF16,
@@ -27,17 +29,65 @@ from offload_runs import (
     trained,
 )
 from parallel3d.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
-from torch import Tensor
+from torch import Tensor, nn
 
+import parallel3d
 from parallel3d import DeepSpeedEngine as Engine
 from parallel3d.deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from parallel3d.errors import ConfigError, ExecutionError, OffloadError, Parallel3DError
 
 
+def compare_late(case: Case, directory: Path) -> list[str]:
+    with late_copies():
+        return compare(case, directory)
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_the_numbers_are_those_without_offload(run_ranks, name: str, tmp_path: Path):
-    for problems in run_ranks(WORLDS[name], compare, CASES[name], tmp_path):
+def test_the_numbers_are_those_without_offload_also_if_copies_are_late(run_ranks, name: str, tmp_path: Path):
+    for problems in run_ranks(WORLDS[name], compare_late, CASES[name], tmp_path):
         assert not problems, "\n".join(problems)
+
+
+class TwoDtypes(nn.Module):
+    """Weights in fp32 and fp64, whose buckets pass through the same buffers."""
+
+    def __init__(self, first: torch.dtype, second: torch.dtype):
+        super().__init__()
+        self.dtypes = first, second, first
+        self.layers = nn.ModuleList(nn.Linear(40, 40, dtype=dtype) for dtype in self.dtypes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for dtype, layer in zip(self.dtypes, self.layers, strict=True):
+            x = layer(x.to(dtype))
+        return x.square().mean()
+
+
+def train_two_dtypes(directory: Path) -> dict[str, float]:
+    """Return how far weights are from those of plain PyTorch, by where the state was."""
+    far = {}
+    for order in ((torch.float32, torch.float64), (torch.float64, torch.float32)):
+        for name, offload in {"device": DEVICE, "cpu": ON_CPU, "disk": on_disk(directory)}.items():
+            torch.manual_seed(2)
+            plain = TwoDtypes(*order)
+            model = deepcopy(plain)
+            optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (plain, model)]
+            zero = {"stage": 1, "reduce_bucket_size": 1700, **offload}
+            config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": zero}
+            engine, *_ = parallel3d.initialize(model=model, optimizer=optimizers[1], config=config)
+            for x in torch.randn(3, 4, 40):
+                optimizers[0].zero_grad()
+                plain(x).backward()
+                optimizers[0].step()
+                engine.backward(engine(x))
+                engine.step()
+            pairs = zip(plain.parameters(), model.parameters(), strict=True)
+            far[f"{order}, {name}"] = max(float((a - b).abs().max()) for a, b in pairs)
+    return far
+
+
+def test_weights_of_two_dtypes_share_the_buffers(run_ranks, tmp_path: Path):
+    [far] = run_ranks(1, train_two_dtypes, tmp_path)
+    assert max(far.values()) < 1e-6, far
 
 
 AUTO = {"offload_optimizer": {"device": "cpu", "ratio": "auto"}, "sub_group_size": 300}
@@ -138,6 +188,11 @@ def fail(directory: Path) -> list[str]:
     return problems
 
 
+def fail_late(directory: Path) -> list[str]:
+    with late_copies():
+        return fail(directory)
+
+
 def progress(engine: Engine, *states: dict[str, Tensor]) -> Iterator[int]:
     """Yield which of these states each span is in, and -1 if it is in none."""
     engine.update.sharded.settle()
@@ -154,7 +209,7 @@ def progress(engine: Engine, *states: dict[str, Tensor]) -> Iterator[int]:
 
 
 def test_a_step_that_fails_in_the_middle_leaves_whole_spans_and_asks_for_a_checkpoint(run_ranks, tmp_path: Path):
-    [problems] = run_ranks(1, fail, tmp_path)
+    [problems] = run_ranks(1, fail_late, tmp_path)
     assert not problems, "\n".join(problems)
 
 

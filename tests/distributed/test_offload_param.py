@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from late_copies import late_copies
 from layouts import copies
 from offload_runs import BF16, DEVICE, ON_CPU, Case, data_of, engine_of, on_disk, optimizer_state
 from parallel3d.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
@@ -138,9 +139,14 @@ def check_memory(engine: Engine, way: str, has_shared: bool) -> list[str]:
     return problems
 
 
+def compare_late(cases: list[Case], directory: Path) -> list[str]:
+    with late_copies():
+        return compare(cases, directory)
+
+
 @pytest.mark.parametrize("world", CASES)
-def test_the_numbers_are_those_without_offload(run_ranks, world: int, tmp_path: Path):
-    for problems in run_ranks(world, compare, CASES[world], tmp_path):
+def test_the_numbers_are_those_without_offload_also_if_copies_are_late(run_ranks, world: int, tmp_path: Path):
+    for problems in run_ranks(world, compare_late, CASES[world], tmp_path):
         assert not problems, "\n".join(problems)
 
 
