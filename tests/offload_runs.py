@@ -155,7 +155,7 @@ def compare(case: Case, directory: Path, before_step: Callable[[], None] = lambd
                 problems.append(f"{name}: {key} differs by {(value - other).abs().max()}")
         offloaded = [bucket for bucket in engine.update.sharded.buckets if bucket.is_offloaded]
         kept = len(engine.update.sharded.buckets) - len(offloaded)
-        read = sum(bucket.is_on_disk for bucket in offloaded)
+        read = sum(bucket.state_on_disk for bucket in offloaded)
         keeps = name == "half" or (name == "disk" and bool(split))
         if not offloaded or (kept > 0) != keeps or (read > 0) != (name == "disk"):
             problems.append(f"{name}: {len(offloaded)} buckets are offloaded, {kept} are not, {read} are on disk")

@@ -161,7 +161,7 @@ def _offload(planner: Planner, result: PlanResult, console: Console) -> tuple[Pl
             print(f"With {name}:")
             show(found, console)
             return other, found
-        print(f"With {name}: nothing fits, {found.lacking / _GIB:.1f} GiB or more are lacking")
+        print(f"With {name}: nothing fits, a rank lacks {found.lacking / _GIB:.1f} GiB or more")
     return planner, result
 
 

@@ -109,10 +109,11 @@ class Reports:
             print(memory_table(everyone), flush=True)
             for what, file in self._update.disks().items():
                 read, written = (rate / 1e9 for rate in file.rates())
-                print(
-                    f"rank 0 has read {read:.2f} GB/s of {what} from its disk, and written {written:.2f} GB/s",
-                    flush=True,
-                )
+                if read or written:
+                    print(
+                        f"rank 0 read {what} from its disk at {read:.2f} GB/s, and wrote at {written:.2f} GB/s",
+                        flush=True,
+                    )
         return everyone
 
     def write_run_record(self, directory: str | Path | None) -> RunRecord:

@@ -82,7 +82,7 @@ class FusedAdamW:
 
     def takes(self, bucket: Bucket) -> bool:
         """Return whether it supports the bucket: weights rounded from fp32 masters, gradients in fp32 or the weights' dtype."""
-        if not bucket.has_own_master or bucket.weights_on_host or bucket.device.type != "cuda":
+        if not bucket.has_own_master or bucket.weights_offloaded or bucket.device.type != "cuda":
             return False
         # Masters of parameters built in float64 are in float64.
         return bucket.master_dtype == torch.float32 and bucket.gradient_dtype in (torch.float32, bucket.weight_dtype)

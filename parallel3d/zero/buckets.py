@@ -75,8 +75,8 @@ class Bucket:
         # Whether the masters are a copy, in a wider dtype than the weights.
         self.has_own_master = layout.has_own_master
         # Whether masters of their own, and the optimizer's state, are in host memory, or on disk, between steps.
-        self.is_offloaded, self.is_on_disk, self._allocate = layout.is_offloaded, layout.is_on_disk, allocate
-        self.weights_on_host = layout.weights_on_host
+        self.is_offloaded, self.state_on_disk, self._allocate = layout.is_offloaded, layout.state_on_disk, allocate
+        self.weights_offloaded = layout.weights_offloaded
         start = partition.ranks.index(rank) * layout.shard_numel
         self.shard = slice(start, start + layout.shard_numel)
         self.sharded: ShardedWeights | None = None
@@ -130,7 +130,7 @@ class Bucket:
         if self.has_own_master:
             master = self._kept(layout, master)
         if layout.is_sharded:
-            host = host if layout.weights_on_host else None
+            host = host if layout.weights_offloaded else None
             shard = own if host is None else host.keep(own, layout.weights_on_disk)
             self.sharded = ShardedWeights(weights, shard, self.parameters, views, self._gather_group, host)
             return weights, self.sharded.shard, master
@@ -142,7 +142,7 @@ class Bucket:
         if not layout.is_offloaded:
             return master if layout.is_sharded else master.clone()
         assert self._allocate is not None
-        return self._allocate(master.numel(), master.dtype, self.is_on_disk).copy_(master)
+        return self._allocate(master.numel(), master.dtype, self.state_on_disk).copy_(master)
 
     def _cut_spans(self, longest: int) -> list[Span]:
         if self.master is None:
@@ -220,7 +220,7 @@ class Bucket:
 
     def keep_on_device(self, master: Tensor | None) -> None:
         """Keep the optimizer's state, and masters of their own, here, on the device, from now on."""
-        self.is_offloaded = self.is_on_disk = False
+        self.is_offloaded = self.state_on_disk = False
         if self.has_own_master:
             self.master = master
 

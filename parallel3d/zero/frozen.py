@@ -38,7 +38,7 @@ class FrozenBucket:
         weights, views = layout.released_weights()
         shard, parameters = layout.read(own, weights.dtype), [info.parameter for info in layout.infos]
         self.infos = layout.infos
-        host = host if layout.weights_on_host else None
+        host = host if layout.weights_offloaded else None
         shard = shard if host is None else host.keep(shard, layout.weights_on_disk)
         self.sharded = ShardedWeights(weights, shard, parameters, views, group, host)
         parts = [cut(offset, numel, own) for offset, numel in zip(layout.offsets, layout.sizes, strict=True)]

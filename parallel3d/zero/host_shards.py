@@ -16,7 +16,7 @@ from parallel3d.comm.host_memory import allocate_slab
 from parallel3d.comm.transfers import Event, Transfers
 from parallel3d.zero.disk import ScratchFile, in_blocks
 from parallel3d.zero.policy import STAGED_BYTES
-from parallel3d.zero.staging import Staged, Staging
+from parallel3d.zero.staging import StagingBuffer, StagingBuffers
 
 _BYTES = "bytes"  # name of a shard in a buffer
 
@@ -60,17 +60,17 @@ class HostShards:
         self._written: Event = None
         self._file, self._count = file, count
         # Address of each shard on disk -> the buffer from which it was written last.
-        self._on_disk: dict[int, Staged | None] = {}
-        self._filling = Staged()  # the buffer of the shard on disk that is being written
+        self._on_disk: dict[int, StagingBuffer | None] = {}
+        self._filling = StagingBuffer()  # the buffer of the shard on disk that is being written
         self._coming: deque[Tensor] = deque()  # shards on disk that will be gathered next, after those in _ahead
-        self._ahead: deque[tuple[Tensor, Staged]] = deque()  # those of which the read has started
+        self._ahead: deque[tuple[Tensor, StagingBuffer]] = deque()  # those of which the read has started
 
     @cached_property
-    def _staging(self) -> Staging:
+    def _staging(self) -> StagingBuffers:
         """The buffers between the disk and the device, once all shards are kept."""
         assert self._file is not None
         longest = max(shard.nbytes for shard in self.kept if self._is_on_disk(shard))
-        return Staging(self._file, self._count, self._pin, longest)
+        return StagingBuffers(self._file, self._count, self._pin, longest)
 
     def keep(self, shard: Tensor, on_disk: bool = False) -> Tensor:
         """Return a copy of a flat shard in host memory, or on disk."""
@@ -119,7 +119,7 @@ class HostShards:
         flat = shard.view(torch.uint8)
         self._ahead.append((shard, self._staging.read({_BYTES: flat}, slice(0, flat.numel()))))
 
-    def _staged(self, shard: Tensor) -> Staged:
+    def _staged(self, shard: Tensor) -> StagingBuffer:
         """Return the buffer that a shard on disk has been read into."""
         planned = self._ahead[0][0] if self._ahead else self._coming[0] if self._coming else None
         if planned is not shard:

@@ -45,8 +45,8 @@ class BucketLayout:
 
     num_shards: the number of equal parts; one rank updates each.
     is_sharded: whether the weights, too, live as shards, and are gathered while they are used. The parameters are of one unit.
-    is_offloaded: whether masters and optimizer state are in host memory, or, with is_on_disk, on disk.
-    weights_on_host: whether the shards of the weights are, or, with weights_on_disk, on disk.
+    is_offloaded: whether masters and optimizer state are in host memory, or, with state_on_disk, on disk.
+    weights_offloaded: whether the shards of the weights are, or, with weights_on_disk, on disk.
     """
 
     kind: Kind
@@ -57,8 +57,8 @@ class BucketLayout:
     num_shards: int
     is_sharded: bool = False
     is_offloaded: bool = False
-    is_on_disk: bool = False
-    weights_on_host: bool = False
+    state_on_disk: bool = False
+    weights_offloaded: bool = False
     weights_on_disk: bool = False
 
     @property
@@ -91,7 +91,7 @@ class BucketLayout:
         """Whether the masters are a copy: in a wider dtype than the weights, or where one of the two is on the host."""
         offload = self.policy.offload if self.is_offloaded else None
         updated_on_host = offload is not None and offload.on_cpu
-        return self.weight_dtype != self.master_dtype or updated_on_host or self.weights_on_host
+        return self.weight_dtype != self.master_dtype or updated_on_host or self.weights_offloaded
 
     @property
     def gradient_dtype(self) -> torch.dtype:
@@ -175,13 +175,13 @@ def lay_out(infos: Sequence[ParameterInfo], policy: ZeroPolicy, num_shards: int)
             on_host = on_disk or (layouts[k].is_sharded and takes)
             # The single shard of one replica is whole: on the device it needs no gathers.
             is_sharded = on_host or (layouts[k].is_sharded and num_shards > 1)
-            layouts[k] = replace(layouts[k], weights_on_host=on_host, weights_on_disk=on_disk, is_sharded=is_sharded)
+            layouts[k] = replace(layouts[k], weights_offloaded=on_host, weights_on_disk=on_disk, is_sharded=is_sharded)
     if (state := policy.offload) is not None:
         taken = _share((layout.numel for layout in layouts), state.ratio)
         layouts = [replace(each, is_offloaded=takes) for each, takes in zip(layouts, taken, strict=True)]
         kept = _share((layout.numel * layout.is_offloaded for layout in layouts), state.host_ratio)
         layouts = [
-            replace(one, is_on_disk=one.is_offloaded and not on_host)
+            replace(one, state_on_disk=one.is_offloaded and not on_host)
             for one, on_host in zip(layouts, kept, strict=True)
         ]
     return layouts

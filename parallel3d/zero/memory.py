@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -80,13 +81,13 @@ def predict_state(
         padded, shard = layout.numel, layout.shard_numel
         master, accumulator = layout.master_dtype, layout.gradient_dtype
         held = shard if layout.is_sharded else sum(layout.sizes) if layout.is_in_place else padded
-        total["weights"] += 0 if layout.weights_on_host else held * layout.weight_dtype.itemsize
+        total["weights"] += 0 if layout.weights_offloaded else held * layout.weight_dtype.itemsize
         total["gradients"] += (shard if layout.is_transient else padded) * accumulator.itemsize
         each = shard * master.itemsize
         masters, optimizer = each * layout.has_own_master, each * moments
         if layout.is_offloaded:
             offloaded.append(layout)
-            if layout.is_on_disk:
+            if layout.state_on_disk:
                 total["disk"] += in_blocks(each) * (moments + layout.has_own_master)
             else:
                 total["host"] += masters + optimizer
@@ -104,8 +105,8 @@ def predict_shards(
     parameters: Sequence[ParameterInfo], frozen: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int
 ) -> StateBytes:
     """Predict the shards of weights in host memory and on disk, and the buffers that they pass through; see predict_state."""
-    trained = [layout for layout in _layouts(parameters, policy, data_size) if layout.weights_on_host]
-    others = [layout for layout in _layouts(_floating(frozen), policy, data_size) if layout.weights_on_host]
+    trained = [layout for layout in _layouts(parameters, policy, data_size) if layout.weights_offloaded]
+    others = [layout for layout in _layouts(_floating(frozen), policy, data_size) if layout.weights_offloaded]
     sizes: dict[bool, list[int]] = {False: [0], True: [0]}  # whether on disk -> bytes of shards
     for layout in (*trained, *others):
         sizes[layout.weights_on_disk].append(_host_shard(layout))
@@ -118,7 +119,7 @@ def predict_shards(
 
 
 def _host_shard(layout: BucketLayout) -> int:
-    return layout.shard_numel * layout.weight_dtype.itemsize if layout.weights_on_host else 0
+    return layout.shard_numel * layout.weight_dtype.itemsize if layout.weights_offloaded else 0
 
 
 def _floating(infos: Sequence[ParameterInfo]) -> list[ParameterInfo]:
@@ -130,7 +131,7 @@ def _window(layouts: Sequence[BucketLayout], offload: OptimizerOffload | None, m
     if offload is None or not layouts:
         return StateBytes()
     numel = min(offload.window, max(layout.shard_numel for layout in layouts))
-    weights = [layout.weight_dtype.itemsize * (not layout.weights_on_host) for layout in layouts]
+    weights = [layout.weight_dtype.itemsize * (not layout.weights_offloaded) for layout in layouts]
     widest = max(layout.master_dtype.itemsize for layout in layouts)
     copies = any(layout.gradient_dtype != layout.master_dtype for layout in layouts)
     # A step that has fewer spans than there are buffers uses no more of them.
@@ -141,7 +142,7 @@ def _window(layouts: Sequence[BucketLayout], offload: OptimizerOffload | None, m
         return StateBytes(host=buffers * numel * each)
     states = moments + any(layout.has_own_master for layout in layouts)
     each = numel * widest
-    read = min(offload.host_buffers, sum(_spans(layout, offload) for layout in layouts if layout.is_on_disk))
+    read = min(offload.host_buffers, sum(_spans(layout, offload) for layout in layouts if layout.state_on_disk))
     return StateBytes(window=buffers * states * each, update=each * copies, host=read * states * in_blocks(each))
 
 
@@ -175,14 +176,9 @@ def unit_sizes(
     for own in (parameters, _floating(frozen)):
         for layout in _layouts(own, policy, data_size):
             if layout.is_sharded:
-                unit, host = layout.infos[0].unit, _host_shard(layout)
-                own_sizes = (
-                    layout.numel,
-                    layout.numel * layout.weight_dtype.itemsize,
-                    host,
-                    host * layout.weights_on_disk,
-                )
-                sizes[unit] = UnitSize(*(a + b for a, b in zip(sizes.get(unit, (0, 0, 0, 0)), own_sizes, strict=True)))
+                unit, host, numel = layout.infos[0].unit, _host_shard(layout), layout.numel
+                more = numel, numel * layout.weight_dtype.itemsize, host, host * layout.weights_on_disk
+                sizes[unit] = UnitSize(*map(add, sizes.get(unit, (0, 0, 0, 0)), more))
     return sizes
 
 
@@ -233,10 +229,10 @@ def offload_traffic(
         gradient, master, weight = (
             d.itemsize for d in (layout.gradient_dtype, layout.master_dtype, layout.weight_dtype)
         )
-        each, states = weight * layout.weights_on_host, moments + layout.has_own_master
+        each, states = weight * layout.weights_offloaded, moments + layout.has_own_master
         on_disk += in_blocks(_host_shard(layout)) * layout.weights_on_disk
         if layout.is_offloaded and policy.offload is not None:
-            on_disk += states * in_blocks(master * layout.shard_numel) * layout.is_on_disk
+            on_disk += states * in_blocks(master * layout.shard_numel) * layout.state_on_disk
             if policy.offload.on_cpu:
                 each = gradient
                 updated += layout.shard_numel * (2 * gradient + (2 * states + 5) * master + 2 * weight)

@@ -19,7 +19,7 @@ from parallel3d.zero.buckets import Bucket, ParameterShard, Span
 from parallel3d.zero.disk import in_blocks
 from parallel3d.zero.memory import StateBytes, bytes_of
 from parallel3d.zero.policy import READS_AHEAD, free_memory
-from parallel3d.zero.staging import Staged, Staging
+from parallel3d.zero.staging import StagingBuffer, StagingBuffers
 from parallel3d.zero.storage import Storage
 
 Call = Callable[[], None]
@@ -55,7 +55,7 @@ class _Visit:
     bucket: Bucket
     span: Span
     buffer: _Buffer
-    staged: Staged | None = None
+    staged: StagingBuffer | None = None
     rooms: dict[str, Tensor] = field(default_factory=dict)
     arrived: Event = None
 
@@ -91,8 +91,8 @@ class OffloadedState:
         self._widest = max(bucket.master_dtype.itemsize for bucket in buckets)
         self._storage, self._staging = storage, None
         if storage.file is not None:
-            read = min(settings.host_buffers, sum(len(bucket.spans) for bucket in buckets if bucket.is_on_disk))
-            self._staging = Staging(storage.file, read, storage.settings.pin, self._longest * self._widest)
+            read = min(settings.host_buffers, sum(len(bucket.spans) for bucket in buckets if bucket.state_on_disk))
+            self._staging = StagingBuffers(storage.file, read, storage.settings.pin, self._longest * self._widest)
         self._group_of = {p: k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
         # What gradients pass through on their way to the CPU is kept: to pin new memory takes long.
         self._window = [_Buffer() for _ in range(settings.buffers)] if self.on_cpu else []
@@ -139,7 +139,7 @@ class OffloadedState:
 
     def state_bytes(self) -> StateBytes:
         """Return the bytes of the state on the host and on disk, and of the window."""
-        flats = [(flat.nbytes, bucket.is_on_disk) for bucket, own in self._flats.items() for flat in own.values()]
+        flats = [(flat.nbytes, bucket.state_on_disk) for bucket, own in self._flats.items() for flat in own.values()]
         disk = sum(in_blocks(size) for size, on_disk in flats if on_disk)
         host = sum(size for size, on_disk in flats if not on_disk)
         host += bytes_of(self._staging.slabs()) if self._staging is not None else 0
@@ -200,26 +200,25 @@ class OffloadedState:
             coming.extend(self._bring(*one, visit.buffer) for one in islice(ready, 1))
         self._window_bytes = _bytes_in(window)
 
-    def _staged(self, work: Iterator[tuple[Bucket, Span]]) -> Iterator[tuple[Bucket, Span, Staged | None]]:
-        """Yield the spans when their state is in host memory; read those to come from the disk."""
+    def _staged(self, work: Iterator[tuple[Bucket, Span]]) -> Iterator[tuple[Bucket, Span, StagingBuffer | None]]:
+        """Yield the spans, and start to read those to come from the disk. staged: wait for it before its tensors are used."""
         if self._staging is not None:
             self._staging.settle()
-        coming: deque[tuple[Bucket, Span, Staged | None]] = deque()
-        reads: deque[Staged] = deque()
+        coming: deque[tuple[Bucket, Span, StagingBuffer | None]] = deque()
         for bucket, span in work:
             staged = None
-            if bucket.is_on_disk and self._staging is not None:
+            if bucket.state_on_disk and self._staging is not None:
                 staged = self._staging.read(self._flats[bucket], span.part)
-                reads.append(staged)
             coming.append((bucket, span, staged))
-            while len(reads) > READS_AHEAD:
-                yield _read(coming.popleft(), reads)
-        while coming:
-            yield _read(coming.popleft(), reads)
+            while sum(one[2] is not None for one in coming) > READS_AHEAD:
+                yield coming.popleft()
+        yield from coming
 
-    def _bring(self, bucket: Bucket, span: Span, staged: Staged | None, buffer: _Buffer) -> _Visit:
+    def _bring(self, bucket: Bucket, span: Span, staged: StagingBuffer | None, buffer: _Buffer) -> _Visit:
         """Start to copy a span's state into a buffer. What the optimizer makes anew waits for the buffer, too."""
         visit = _Visit(bucket, span, buffer, staged, arrived=buffer.free)
+        if staged is not None:
+            staged.wait()
         flats = (
             {name: flat[span.part] for name, flat in self._flats[bucket].items()} if staged is None else staged.tensors
         )
@@ -273,7 +272,7 @@ class OffloadedState:
         """Start to copy a span's gradients to the host."""
         visit, gradients = _Visit(bucket, span, buffer), bucket.gradient_shard[span.part]
         for name, like in (("gradients", gradients), ("weights", _weights(bucket, span))):
-            if name == "gradients" or not bucket.weights_on_host:
+            if name == "gradients" or not bucket.weights_offloaded:
                 visit.rooms[name] = buffer.room(name, like, self._on_host)
         visit.arrived = self._transfers.copy(
             visit.rooms["gradients"], gradients, self._transfers.now(self._device), buffer.free
@@ -292,7 +291,7 @@ class OffloadedState:
         self._optimize(span, torch.device("cpu"))
         self._adopt(bucket, span)
         masters = self._flats[bucket][_MASTER][span.part]
-        if bucket.weights_on_host:
+        if bucket.weights_offloaded:
             _weights(bucket, span).copy_(masters)
             return
         weights = visit.rooms["weights"].copy_(masters)
@@ -343,7 +342,7 @@ class OffloadedState:
                     continue
                 if name not in flats:
                     numel = bucket.gradient_shard.numel()
-                    flats[name] = self._storage.allocate(numel, value.dtype, bucket.is_on_disk)
+                    flats[name] = self._storage.allocate(numel, value.dtype, bucket.state_on_disk)
                 flat, start = flats[name], 0
                 if visit is not None:
                     room = visit.buffer.room(name, flat[span.part], self._on_device)
@@ -357,13 +356,6 @@ class OffloadedState:
 
 def _bytes_in(window: Sequence[_Buffer]) -> int:
     return bytes_of(t for buffer in window for t in buffer.tensors.values())
-
-
-def _read(first: tuple[Bucket, Span, Staged | None], reads: deque[Staged]) -> tuple[Bucket, Span, Staged | None]:
-    """Return the span when its state has been read; `reads` begins with it if it is on disk."""
-    if first[2] is not None:
-        reads.popleft().wait()
-    return first
 
 
 def _weights(bucket: Bucket, span: Span) -> Tensor:

@@ -292,7 +292,7 @@ class GradientReducer:
     def state_bytes(self) -> StateBytes:
         """Return the bytes of weights, gradients and masters on this rank's device now."""
         buckets = list(self.all_buckets())
-        on_device = (b for b in buckets if not b.weights_on_host)
+        on_device = (b for b in buckets if not b.weights_offloaded)
         weights = (b.parameters if b.sharded is None else (b.sharded.shard,) for b in on_device)
         return StateBytes(
             weights=bytes_of(chain.from_iterable(weights)),

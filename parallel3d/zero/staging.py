@@ -15,7 +15,7 @@ from parallel3d.zero.disk import ScratchFile, Transfer, in_blocks
 
 
 @dataclass(eq=False)
-class Staged:
+class StagingBuffer:
     """A part of some flat tensors of the scratch file in host memory, by name. free: when a device has copied what was read."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Staged:
         self.written = None
 
 
-class Staging:
+class StagingBuffers:
     """Reads parts of a scratch file's tensors into host buffers, and writes them back when a device has filled them.
 
     - count: number of buffers, used in turn. pin: whether they are pinned. longest: bytes of a part of a tensor at most.
@@ -48,7 +48,7 @@ class Staging:
 
     def __init__(self, file: ScratchFile, count: int, pin: bool, longest: int):
         self.file, self._pin, self._longest = file, pin, longest
-        self._buffers = deque(Staged() for _ in range(count))
+        self._buffers = deque(StagingBuffer() for _ in range(count))
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="parallel3d write-back")
 
     def is_free(self) -> bool:
@@ -56,7 +56,7 @@ class Staging:
         staged = self._buffers[0]
         return (staged.written is None or staged.written.done()) and (staged.free is None or staged.free.query())
 
-    def read(self, flats: Mapping[str, Tensor], part: slice) -> Staged:
+    def read(self, flats: Mapping[str, Tensor], part: slice) -> StagingBuffer:
         """Start to read a part of each of these tensors, once a buffer is free."""
         staged = self._buffers.popleft()
         self._buffers.append(staged)
@@ -70,19 +70,19 @@ class Staging:
             staged.reads.append(self.file.read(self.file.offset_of(flat, part.start), slab))
         return staged
 
-    def room(self, staged: Staged, name: str, like: Tensor) -> Tensor:
+    def room(self, staged: StagingBuffer, name: str, like: Tensor) -> Tensor:
         """Make room for a part in a buffer; return its bytes, up to the end of its last block."""
         if name not in staged.slabs:
             staged.slabs[name] = allocate_slab(in_blocks(self._longest), self._pin)
         staged.tensors[name] = staged.slabs[name][: like.nbytes].view(like.dtype)
         return staged.slabs[name][: in_blocks(like.nbytes)]
 
-    def write(self, staged: Staged, flats: Mapping[str, Tensor], part: slice, filled: Event) -> None:
+    def write(self, staged: StagingBuffer, flats: Mapping[str, Tensor], part: slice, filled: Event) -> None:
         """Write what a buffer holds back after an event, on another thread. An error is raised at the buffer's next use."""
         flats = {name: flats[name] for name in staged.tensors}
         staged.written = self._writer.submit(self._write, staged, flats, part, filled)
 
-    def _write(self, staged: Staged, flats: Mapping[str, Tensor], part: slice, filled: Event) -> None:
+    def _write(self, staged: StagingBuffer, flats: Mapping[str, Tensor], part: slice, filled: Event) -> None:
         if filled is not None:
             filled.synchronize()
         writes = [

@@ -130,7 +130,7 @@ def check_memory(engine: Engine, way: str, has_shared: bool) -> list[str]:
         problems.append("nothing was read from the disk")
     every = [*shards, *(bucket.sharded for bucket in update.frozen_buckets)]
     if way == "some weights":
-        on_device = sum(bucket.sharded is None or not bucket.weights_on_host for bucket in update.sharded.buckets)
+        on_device = sum(bucket.sharded is None or not bucket.weights_offloaded for bucket in update.sharded.buckets)
         problems += [] if 0 < kept <= 1500 and on_device else [f"{kept} elements are on the host"]
     elif kept != sum(weights.shard.numel() for weights in every) or (rows["weights"][1] != 0) != has_shared:
         problems.append(f"{kept} elements are on the host, {rows['weights'][1]} bytes on the device")

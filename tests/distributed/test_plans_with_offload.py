@@ -80,7 +80,7 @@ def test_a_plan_offloads_no_more_than_it_must_and_its_configuration_trains(run_r
         assert main(command) == 0
         *lacking, told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("With ")]
         assert told == f"With {chosen}:"
-        assert all("GiB or more are lacking" in line for line in lacking)
+        assert all("a rank lacks" in line for line in lacking)
         assert len(lacking) == [STATE, "", BOTH, DISK, ALL_ON_DISK].index(chosen)
         plans.append(PlanResult.model_validate_json((tmp_path / "out" / "plan.json").read_text()))
         configs.append(json.loads((tmp_path / "out" / "config.json").read_text()))

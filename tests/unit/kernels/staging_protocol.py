@@ -1,7 +1,7 @@
 """A model of what kernels do to peers' staging (csrc/peers.cuh), whose interleavings are played: every order of its steps.
 
 A thread block is one thread of the model, but at a meeting, where its signals and waits are each on their own, as the
-kernel's threads are. Staging consists of cells that hold who wrote them in which call. A state in which two blocks may
+kernel's threads are. StagingBuffers consists of cells that hold who wrote them in which call. A state in which two blocks may
 at once touch a cell, one of them writing, is a race: without one, the hardware's weaker order of memory is no other
 than the order of steps (a meeting's release and acquire order the rest). A state in which nobody can go on is a lost signal.
 """
