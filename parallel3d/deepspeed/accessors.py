@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -202,11 +203,11 @@ class DeepSpeedEngine(Engine):
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each parameter group."""
-        return [group["lr"] for group in self.optimizer.param_groups]
+        return [group["lr"] for group in self.update.optimizer.param_groups]
 
     def get_mom(self) -> list[Any]:
         """Return the momentum, or betas, of each parameter group."""
-        return [group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups]
+        return [group.get("betas", group.get("momentum", 0.0)) for group in self.update.optimizer.param_groups]
 
     def loss_scale(self) -> float:
         """Return the factor of losses in the current step; 1 without scaling."""
@@ -254,6 +255,15 @@ class DeepSpeedEngine(Engine):
     def reload_states(self, non_blocking: bool = False) -> None:
         """Move what offload_states has moved back to the device."""
         self.update.parking.reload()
+
+    def destroy(self) -> None:
+        """Free gradients, master weights and optimizer state. The weights stay; the engine can't be used any more."""
+        if "update" in vars(self):
+            self.update.release()
+            kept = {"module": self.module, "config": self.config}
+            vars(self).clear()
+            vars(self).update(kept)
+            gc.collect()
 
     # Whole weights (ZeRO-3)
 

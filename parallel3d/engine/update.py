@@ -76,6 +76,12 @@ def _cast(model: nn.Module, dtype: torch.dtype | None) -> None:
         cast()
 
 
+def idle_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer that updates nothing, of a model that is evaluated only: no parameter requires a gradient."""
+    model.requires_grad_(False)
+    return torch.optim.SGD([{"params": []}], lr=0.0)
+
+
 class WeightUpdate:
     """This rank's gradients, master weights and optimizer, in flat buckets into which the parameters are moved.
 
@@ -214,6 +220,20 @@ class WeightUpdate:
         """Call `call` in each step once all gradients are reduced; they are gradient_scale times those of the mean loss."""
         self._before_step = call
 
+    def release(self) -> None:
+        """Free gradients, masters and optimizer state. Nothing but the weights can be used afterwards."""
+        self._settle()
+        buckets = list(self.reducer.all_buckets())
+        tensors = [tensor for bucket in buckets for tensor in (bucket.gradients, bucket.gradient_shard)]
+        tensors += [bucket.master for bucket in buckets if bucket.has_own_master]
+        tensors += [value for state in self.optimizer.state.values() for value in state.values()]
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().resizable():
+                tensor.untyped_storage().resize_(0)
+        self.optimizer.state.clear()
+        for file in self.disks().values():
+            file.close()
+
     def restore(self, skipped_steps: int, scaler: dict[str, float] | None) -> None:
         """Load the number of skipped steps and, if both have one, the state of the loss scaler."""
         self.skipped_steps = skipped_steps
@@ -307,6 +327,7 @@ class WeightUpdate:
         return divisor if finite is None else torch.where(finite, divisor, 1.0)
 
     def _update_scale(self, number: int, overflow: bool) -> None:
+        vars(self.optimizer)["overflow"] = overflow  # DeepSpeed's name
         if not self._checks_overflow:
             return
         scale = self.loss_scale

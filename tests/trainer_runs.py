@@ -1,0 +1,104 @@
+"""Trainings by Hugging Face's Trainer on the ranks of one world, as scripts of its users make them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+STEPS, SAVED = 4, 2
+
+
+def model_directory(directory: Path) -> Path:
+    """Save a small Llama with random weights."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=64, num_key_value_heads=2, max_position_embeddings=32, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return directory
+
+
+def samples() -> list[dict[str, Any]]:
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(0, 64, (64, 16), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def configuration(zero: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """The file that transformers' documentation shows: what the arguments of the training say is "auto"."""
+    sizes = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
+    buckets = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    zero = {**dict.fromkeys(buckets, "auto"), **zero}
+    half = {name: {"enabled": "auto"} for name in ("bf16", "fp16")}
+    return {"zero_optimization": zero, **sizes, "gradient_clipping": "auto", **half, **more}
+
+
+def train(model: Path, out: Path, config: dict[str, Any] | None, resumes: bool = False) -> dict[str, Any]:
+    """Train as with `TrainingArguments(deepspeed=config)`; None for DDP. Return what the log and the best model say."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    PartialState._reset_state()
+    unset_hf_deepspeed_config()
+    rows = samples()
+    arguments = TrainingArguments(
+        str(out),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=STEPS,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_steps=SAVED,
+        eval_strategy="steps",
+        eval_steps=SAVED,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        report_to=[],
+        deepspeed=config,
+        use_cpu=True,
+        ddp_backend="gloo",
+        disable_tqdm=True,
+        log_level="error",
+        seed=0,
+    )
+    own = AutoModelForCausalLM.from_pretrained(model)
+    trainer = Trainer(model=own, args=arguments, train_dataset=rows, eval_dataset=rows[:8])
+    trainer.train(resume_from_checkpoint=str(out / f"checkpoint-{SAVED}") if resumes else None)
+    log = trainer.state.log_history
+    trainer.save_model(str(out / "saved"))
+    return {
+        "loss": [entry["loss"] for entry in log if "loss" in entry],
+        "norm": [float(entry["grad_norm"]) for entry in log if "grad_norm" in entry],
+        "rate": [entry["learning_rate"] for entry in log if "learning_rate" in entry],
+        "eval": [entry["eval_loss"] for entry in log if "eval_loss" in entry],
+        "best": trainer.evaluate()["eval_loss"],
+    }
+
+
+def main(model: str, out: str, configs: str) -> None:
+    """Train with each configuration of a JSON mapping, resume each, and write what happened. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    found = {}
+    for name, config in json.loads(configs).items():
+        directory = Path(out) / name
+        found[name] = train(Path(model), directory, config)
+        found[f"{name}, resumed"] = train(Path(model), directory, config, resumes=True)
+    if dist.get_rank() == 0:
+        (Path(out) / "found.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
