@@ -47,6 +47,7 @@ TEST = [
     "types-PyYAML",
     "types-networkx",
     "transformers>=5",
+    "accelerate>=1.10",
     "selenium>=4.20",
 ]
 

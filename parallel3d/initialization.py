@@ -49,8 +49,7 @@ def initialize(
     - config (or config_params, or args.deepspeed_config): a path, mapping or base64 text with DeepSpeed's keys.
     - auto: values for keys that are "auto", nested or dotted ("optimizer.params.lr"). Your own optimizer or loader fills
       some of them.
-    - optimizer: an optimizer, or a callable of the parameters; None to make it from the configuration. Without one there, too,
-      the engine evaluates only, and its parameters require no gradient.
+    - optimizer: an optimizer, or a callable of the parameters; None for the configuration's, or to evaluate only.
     - model_parameters: the parameters to train, or groups of them; by default all that require a gradient.
     - training_data: a dataset of samples, (inputs, labels) for a PipelineModule, for which a loader is made; or a DataLoader
       of this replica's micro-batches.

@@ -23,7 +23,9 @@ _FILES = {
         "import sys\n\nfrom parallel3d.deepspeed.aliases import become_deepspeed\n\n"
         "become_deepspeed(sys.modules[__name__])\n"
     ),
-    f"{_INFO}/METADATA": f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {VERSION}\nSummary: DeepSpeed's names, of parallel3d\n",
+    f"{_INFO}/METADATA": (
+        f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {VERSION}\nSummary: DeepSpeed's names, of parallel3d\n"
+    ),
     f"{_INFO}/WHEEL": "Wheel-Version: 1.0\nGenerator: parallel3d\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     f"{_INFO}/entry_points.txt": "[console_scripts]\ndeepspeed = parallel3d.launcher:main\n",
 }
@@ -48,6 +50,14 @@ def installed() -> str | None:
         return version("deepspeed")
     except PackageNotFoundError:
         return None
+
+
+def who_is_deepspeed() -> str:
+    """Return whose modules `import deepspeed` gives in this environment."""
+    present = installed()
+    if present is None:
+        return "none is installed; `p3d deepspeed install` lets libraries that need it use this package"
+    return f"this package's ({VERSION})" if present == VERSION else f"the original one's ({present})"
 
 
 def write_wheel(directory: Path) -> Path:
