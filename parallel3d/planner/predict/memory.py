@@ -127,9 +127,9 @@ class MemoryModel:
         # Alone each holds its output, which among others the next one may not need.
         share = self.held(layout) / max(1, sum(each))
         policy, moments = self.model.policy(layout.zero), self._moments or 2
-        infos = [[ParameterInfo("", p, (0,)) for _, p in layer.parameters] for layer in layers]
-        state = [predict_state(own, policy, layout.replicas, moments) for own in infos]
-        return [float(own.steady) for own in state], [share * nbytes for nbytes in each]
+        alike = {id(layer): [ParameterInfo("", p, (0,)) for _, p in layer.parameters] for layer in layers}
+        state = {key: predict_state(own, policy, layout.replicas, moments).steady for key, own in alike.items()}
+        return [float(state[id(layer)]) for layer in layers], [share * nbytes for nbytes in each]
 
     def held(self, layout: Layout) -> int:
         """Return the bytes that a micro-batch saves for its backward in all layers, as one chunk."""
