@@ -200,7 +200,7 @@ class MemoryModel:
         if key not in self._states:
             infos = model.stage_parameters(layout.tensor_ranks, layout.sequence_parallel, bounds, placement)[stage]
             replicas, frozen = layout.replicas, frozen_infos(layers, owned)
-            policy = model.rank_policy(layout.zero, replicas, [*infos, *frozen])
+            policy = model.policy(layout.zero, replicas, [*infos, *frozen])
             early = {parameter for layer in own for name, parameter in layer.parameters if name in layer.early}
             kept, cast = [info.parameter for info in frozen], model.precision.weights
             size = sum(p.numel() * (cast if cast and p.is_floating_point() else p.dtype).itemsize for p in kept)
