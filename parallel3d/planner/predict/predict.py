@@ -262,11 +262,11 @@ class Predictor:
         if split.sharded is not None:
             sizes = [{unit: size.nbytes for unit, size in own.items()} for own in split.sharded.sizes]
             gathered = list(map(peak_live, program.instructions, sizes))
-        stages = enumerate(zip(map(self._capacity, split.links.devices), gathered, strict=True))
+        stages = enumerate(zip(map(self.capacity, split.links.devices), gathered, strict=True))
         found = (model.stage(replay, split.bounds, layout, k, *room, samples, live) for k, (room, live) in stages)
         return tuple(map(self.calibration.correct_memory, found))
 
-    def _capacity(self, devices: Sequence[Device]) -> tuple[int, int]:
+    def capacity(self, devices: Sequence[Device]) -> tuple[int, int]:
         """Return the bytes of the smallest of some devices, and of the memory of its host that each rank may take."""
         given = self.profile().config.offload.host_memory_gib
         host = min(device.host_memory for device in devices) if given is None else int(given * 2**30 / self._on_host)
@@ -284,7 +284,7 @@ class Predictor:
         # A long pipeline is the fullest at its ends, or in the middle.
         for stage in sorted({0, 1, layout.stages // 2, layout.stages - 2, layout.stages - 1}):
             if 0 <= stage < layout.stages:
-                room = self._capacity(links.devices[stage])
+                room = self.capacity(links.devices[stage])
                 yield self.calibration.correct_memory(memory.stage(replay, bounds, one, stage, *room, samples))
 
     def split_carefully(self, layout: Layout, links: LayoutLinks) -> tuple[int, ...]:
