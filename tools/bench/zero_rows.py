@@ -78,6 +78,7 @@ def rows(nvme_path: str = "") -> Iterator[Row]:
         yield Row(1, f"optimizer + parameters{suffix}", _offload(3, memory, memory))
     disk = {"device": "nvme", "nvme_path": nvme_path, "pin_memory": True}
     yield Row(1, "optimizer on nvme", _offload(3, disk, None), nvme=True)
+    yield Row(1, "optimizer + parameters on nvme", _offload(3, disk, disk), nvme=True)
     yield Row(
         1,
         "auto: what the GPU has no room for",
