@@ -48,6 +48,7 @@ TEST = [
     "types-networkx",
     "transformers>=5",
     "accelerate>=1.10",
+    "peft>=0.17",
     "selenium>=4.20",
 ]
 

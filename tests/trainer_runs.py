@@ -39,8 +39,20 @@ def configuration(zero: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"zero_optimization": zero, **sizes, "gradient_clipping": "auto", **half, **more}
 
 
-def train(model: Path, out: Path, config: dict[str, Any] | None, resumes: bool = False) -> dict[str, Any]:
-    """Train as with `TrainingArguments(deepspeed=config)`; None for DDP. Return what the log and the best model say."""
+def with_adapters(model: Any) -> Any:
+    """Freeze the model, and add adapters to train."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+
+
+def train(model: Path, out: Path, config: dict[str, Any] | None, adapts: bool, resumes: bool = False) -> dict[str, Any]:
+    """Train as with `TrainingArguments(deepspeed=config)`; None for DDP. Return what the log and the best model say.
+
+    adapts: whether adapters are trained, of a frozen model.
+    """
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -71,6 +83,7 @@ def train(model: Path, out: Path, config: dict[str, Any] | None, resumes: bool =
         seed=0,
     )
     own = AutoModelForCausalLM.from_pretrained(model)
+    own = with_adapters(own) if adapts else own
     trainer = Trainer(model=own, args=arguments, train_dataset=rows, eval_dataset=rows[:8])
     trainer.train(resume_from_checkpoint=str(out / f"checkpoint-{SAVED}") if resumes else None)
     log = trainer.state.log_history
@@ -93,8 +106,9 @@ def main(model: str, out: str, configs: str) -> None:
     found = {}
     for name, config in json.loads(configs).items():
         directory = Path(out) / name
-        found[name] = train(Path(model), directory, config)
-        found[f"{name}, resumed"] = train(Path(model), directory, config, resumes=True)
+        adapts = name.startswith("adapters")
+        found[name] = train(Path(model), directory, config, adapts)
+        found[f"{name}, resumed"] = train(Path(model), directory, config, adapts, resumes=True)
     if dist.get_rank() == 0:
         (Path(out) / "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()

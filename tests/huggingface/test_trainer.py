@@ -24,7 +24,15 @@ CONFIGS: dict[str, dict[str, Any] | None] = {
     "stage 2, offload": configuration({"stage": 2, "offload_optimizer": CPU}),
     "stage 3": configuration({"stage": 3}),
     "stage 3, offload": configuration({"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}),
+    "adapters, ddp": None,
+    "adapters, stage 2": configuration({"stage": 2}),
+    "adapters, stage 3": configuration({"stage": 3, "offload_param": CPU}),
 }
+
+
+def alike(name: str) -> str:
+    """The training with DDP that has the same numbers."""
+    return "adapters, ddp" if name.startswith("adapters") else "ddp"
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +55,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     return directory, json.loads((directory / "found.json").read_text())
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "ddp"])
+@pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if config is not None])
 def test_a_training_is_that_of_ddp(found: tuple[Path, dict[str, Any]], name: str):
     directory, runs = found
-    wanted = runs["ddp"]
+    wanted = runs[alike(name)]
     assert len(wanted["loss"]) == len(wanted["norm"]) == STEPS
     for key, values in wanted.items():
         assert runs[name][key] == pytest.approx(values, rel=1e-5), key
-    own, others = (load_file(directory / run / "saved" / "model.safetensors") for run in (name, "ddp"))
+    file = "adapter_model.safetensors" if name.startswith("adapters") else "model.safetensors"
+    own, others = (load_file(directory / run / "saved" / file) for run in (name, alike(name)))
     assert own.keys() == others.keys()
     for key, weight in others.items():
         assert own[key].numpy() == pytest.approx(weight.numpy(), abs=1e-5), key
@@ -63,7 +72,7 @@ def test_a_training_is_that_of_ddp(found: tuple[Path, dict[str, Any]], name: str
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_resumed_training_ends_as_one_without_a_break(found: tuple[Path, dict[str, Any]], name: str):
     _, runs = found
-    own, whole = runs[f"{name}, resumed"], runs["ddp"]
+    own, whole = runs[f"{name}, resumed"], runs[alike(name)]
     assert len(own["loss"]) == STEPS  # the log goes on from the checkpoint's
     assert own["loss"][SAVED:] == pytest.approx(whole["loss"][SAVED:], rel=1e-5)
     assert own["eval"] == pytest.approx(whole["eval"], rel=1e-5)
