@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from trainer_runs import SAVED, STEPS, configuration, model_directory
-from warm import run_codes
-
-from parallel3d.cli.deepspeed import write_wheel
+from trainer_runs import SAVED, STEPS, configuration, run_both_ranks
 
 CPU = {"device": "cpu"}
 CONFIGS: dict[str, dict[str, Any] | None] = {
@@ -37,22 +30,9 @@ def alike(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """What two ranks did with each configuration: deepspeed is what `p3d deepspeed install` installs."""
+    """What two ranks did with each configuration."""
     directory = tmp_path_factory.mktemp("trainer")
-    with zipfile.ZipFile(write_wheel(directory)) as wheel:
-        wheel.extractall(directory / "site")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    paths = (str(directory / "site"), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", ""))
-    world = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    world |= {"GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    arguments = str(model_directory(directory / "model")), str(directory), json.dumps(CONFIGS)
-    code = f"import sys; sys.path[:0] = {paths[:2]!r}\nfrom trainer_runs import main\nmain(*{arguments!r})"
-    ranks = [{**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-    for ended in run_codes(code, directory / "ranks", ranks):
-        assert ended.returncode == 0, ended.stderr
-    return directory, json.loads((directory / "found.json").read_text())
+    return directory, run_both_ranks(directory, "trainer_runs", CONFIGS)
 
 
 @pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if config is not None])
