@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
+import os
+import socket
+import zipfile
 from pathlib import Path
 from typing import Any
+
+from warm import run_codes
+
+from parallel3d.cli.deepspeed import write_wheel
 
 STEPS, SAVED = 4, 2
 
@@ -39,16 +45,56 @@ def configuration(zero: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"zero_optimization": zero, **sizes, "gradient_clipping": "auto", **half, **more}
 
 
-def train(model: Path, out: Path, config: dict[str, Any] | None, resumes: bool = False) -> dict[str, Any]:
-    """Train as with `TrainingArguments(deepspeed=config)`; None for DDP. Return what the log and the best model say."""
+def forget_state() -> None:
+    """Let this process begin another training: accelerate and transformers keep the last one's settings."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     PartialState._reset_state()
     unset_hf_deepspeed_config()
+
+
+def run_both_ranks(directory: Path, module: str, configs: dict[str, dict[str, Any] | None]) -> dict[str, Any]:
+    """Run main(model, directory, configs) of a module on two ranks, where deepspeed is what `p3d deepspeed install` installs.
+
+    Returns what it has written.
+    """
+    with zipfile.ZipFile(write_wheel(directory)) as wheel:
+        wheel.extractall(directory / "site")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    paths = [str(directory / "site"), str(Path(__file__).parent)]
+    world = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    world |= {"GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    arguments = str(model_directory(directory / "model")), str(directory), json.dumps(configs)
+    code = f"import sys; sys.path[:0] = {paths!r}\nfrom {module} import main\nmain(*{arguments!r})"
+    ranks = [{**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    for ended in run_codes(code, directory / "ranks", ranks):
+        assert ended.returncode == 0, ended.stderr
+    found: dict[str, Any] = json.loads((directory / "found.json").read_text())
+    return found
+
+
+def with_adapters(model: Any) -> Any:
+    """Freeze the model, and add adapters to train."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+
+
+def train(model: Path, out: Path, config: dict[str, Any] | None, adapts: bool, resumes: bool = False) -> dict[str, Any]:
+    """Train as with `TrainingArguments(deepspeed=config)`; None for DDP. Return what the log and the best model say.
+
+    adapts: whether adapters are trained, of a frozen model.
+    """
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+    forget_state()
     rows = samples()
     arguments = TrainingArguments(
         str(out),
@@ -71,6 +117,7 @@ def train(model: Path, out: Path, config: dict[str, Any] | None, resumes: bool =
         seed=0,
     )
     own = AutoModelForCausalLM.from_pretrained(model)
+    own = with_adapters(own) if adapts else own
     trainer = Trainer(model=own, args=arguments, train_dataset=rows, eval_dataset=rows[:8])
     trainer.train(resume_from_checkpoint=str(out / f"checkpoint-{SAVED}") if resumes else None)
     log = trainer.state.log_history
@@ -93,12 +140,9 @@ def main(model: str, out: str, configs: str) -> None:
     found = {}
     for name, config in json.loads(configs).items():
         directory = Path(out) / name
-        found[name] = train(Path(model), directory, config)
-        found[f"{name}, resumed"] = train(Path(model), directory, config, resumes=True)
+        adapts = name.startswith("adapters")
+        found[name] = train(Path(model), directory, config, adapts)
+        found[f"{name}, resumed"] = train(Path(model), directory, config, adapts, resumes=True)
     if dist.get_rank() == 0:
         (Path(out) / "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

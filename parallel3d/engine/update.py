@@ -30,7 +30,7 @@ from parallel3d.zero.policy import make_policy
 from parallel3d.zero.reducer import GradientReducer, check_precision
 from parallel3d.zero.storage import Storage, open_storage
 from parallel3d.zero.values import make_whole, weights_of
-from parallel3d.zero.weights import ShardedWeights, Units
+from parallel3d.zero.weights import ShardedWeights, Units, tell_whole
 from parallel3d.zero.whole_state import WholeState
 
 # Maximum number of parameters that the warning of an overflow lists.
@@ -205,6 +205,9 @@ class WeightUpdate:
             if info.parameter not in sharded:
                 make_whole(info.parameter)
         self.units = self._make_units() if shards else None
+        if self.policy.stage == 3:
+            for info in (*infos, *self._frozen):
+                tell_whole(info.parameter)
 
     def _make_units(self) -> Units:
         weights: dict[int, list[ShardedWeights]] = {}

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from trainer_runs import SAVED, STEPS, configuration, model_directory
-from warm import run_codes
-
-from parallel3d.cli.deepspeed import write_wheel
+from trainer_runs import SAVED, STEPS, configuration, run_both_ranks
 
 CPU = {"device": "cpu"}
 CONFIGS: dict[str, dict[str, Any] | None] = {
@@ -24,37 +17,33 @@ CONFIGS: dict[str, dict[str, Any] | None] = {
     "stage 2, offload": configuration({"stage": 2, "offload_optimizer": CPU}),
     "stage 3": configuration({"stage": 3}),
     "stage 3, offload": configuration({"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}),
+    "adapters, ddp": None,
+    "adapters, stage 2": configuration({"stage": 2}),
+    "adapters, stage 3": configuration({"stage": 3, "offload_param": CPU}),
 }
+
+
+def alike(name: str) -> str:
+    """The training with DDP that has the same numbers."""
+    return "adapters, ddp" if name.startswith("adapters") else "ddp"
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """What two ranks did with each configuration: deepspeed is what `p3d deepspeed install` installs."""
+    """What two ranks did with each configuration."""
     directory = tmp_path_factory.mktemp("trainer")
-    with zipfile.ZipFile(write_wheel(directory)) as wheel:
-        wheel.extractall(directory / "site")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    paths = (str(directory / "site"), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", ""))
-    world = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    world |= {"GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    arguments = str(model_directory(directory / "model")), str(directory), json.dumps(CONFIGS)
-    code = f"import sys; sys.path[:0] = {paths[:2]!r}\nfrom trainer_runs import main\nmain(*{arguments!r})"
-    ranks = [{**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-    for ended in run_codes(code, directory / "ranks", ranks):
-        assert ended.returncode == 0, ended.stderr
-    return directory, json.loads((directory / "found.json").read_text())
+    return directory, run_both_ranks(directory, "trainer_runs", CONFIGS)
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "ddp"])
+@pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if config is not None])
 def test_a_training_is_that_of_ddp(found: tuple[Path, dict[str, Any]], name: str):
     directory, runs = found
-    wanted = runs["ddp"]
+    wanted = runs[alike(name)]
     assert len(wanted["loss"]) == len(wanted["norm"]) == STEPS
     for key, values in wanted.items():
         assert runs[name][key] == pytest.approx(values, rel=1e-5), key
-    own, others = (load_file(directory / run / "saved" / "model.safetensors") for run in (name, "ddp"))
+    file = "adapter_model.safetensors" if name.startswith("adapters") else "model.safetensors"
+    own, others = (load_file(directory / run / "saved" / file) for run in (name, alike(name)))
     assert own.keys() == others.keys()
     for key, weight in others.items():
         assert own[key].numpy() == pytest.approx(weight.numpy(), abs=1e-5), key
@@ -63,7 +52,7 @@ def test_a_training_is_that_of_ddp(found: tuple[Path, dict[str, Any]], name: str
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_resumed_training_ends_as_one_without_a_break(found: tuple[Path, dict[str, Any]], name: str):
     _, runs = found
-    own, whole = runs[f"{name}, resumed"], runs["ddp"]
+    own, whole = runs[f"{name}, resumed"], runs[alike(name)]
     assert len(own["loss"]) == STEPS  # the log goes on from the checkpoint's
     assert own["loss"][SAVED:] == pytest.approx(whole["loss"][SAVED:], rel=1e-5)
     assert own["eval"] == pytest.approx(whole["eval"], rel=1e-5)
