@@ -14,6 +14,17 @@ from typing import Any
 # DeepSpeed's version with these names, for libraries that ask for a minimum; the part after + tells the two apart.
 VERSION = "0.19.8+parallel3d"
 _NAME = "deepspeed"
+# DeepSpeed's modules whose names are elsewhere in this package.
+_ELSEWHERE = {
+    "runtime.activation_checkpointing": "deepspeed",
+    "runtime.activation_checkpointing.checkpointing": "deepspeed.checkpointing",
+    "runtime.config": "config",
+    "runtime.dataloader": "pipe.data",
+    "runtime.engine": "deepspeed.accessors",
+    "runtime.pipe": "pipe",
+    "runtime.pipe.module": "pipe",
+    "runtime.pipe.topology": "deepspeed.topology",
+}
 
 
 class _Alias(Loader):
@@ -30,7 +41,7 @@ class _Alias(Loader):
 
 
 class _Finder(MetaPathFinder):
-    """Finds deepspeed.X as parallel3d.deepspeed.X, or else as parallel3d.X."""
+    """Finds deepspeed.X where _ELSEWHERE says, else as parallel3d.deepspeed.X, else as parallel3d.X."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -38,7 +49,8 @@ class _Finder(MetaPathFinder):
         top, _, rest = fullname.partition(".")
         if top != _NAME:
             return None
-        for name in (f"parallel3d.deepspeed.{rest}", f"parallel3d.{rest}"):
+        places = [_ELSEWHERE[rest]] if rest in _ELSEWHERE else [f"deepspeed.{rest}", rest]
+        for name in (f"parallel3d.{place}" for place in places):
             try:
                 return spec_from_loader(fullname, _Alias(import_module(name)), is_package=True)
             except ModuleNotFoundError as error:

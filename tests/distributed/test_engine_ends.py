@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import parallel3d
+from parallel3d.deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from parallel3d.errors import ConfigError
 
 SIZES = {"train_micro_batch_size_per_gpu": 2, "steps_per_print": float("inf")}
@@ -75,6 +79,30 @@ def test_a_destroyed_engine_holds_nothing_but_weights(run_ranks):
         assert len(held) > 4
         assert kept
         assert all("after destroy() make a new engine" in error for error in errors)
+
+
+def use_scripts_names(directory: Path) -> list[bool]:
+    model = Loss()
+    model.first.requires_grad_(False)
+    # With stage 3, these weights are too small to be sharded.
+    engine, *_ = parallel3d.initialize(model=model, config={**SIZES, **ADAM, "zero_optimization": {"stage": 3}})
+    engine.set_lr(0.25)
+    state = engine.module_state_dict()
+    trained = engine.module_state_dict(exclude_frozen_parameters=True)
+    engine.save_fp16_model(directory)
+    return [
+        engine.get_lr() == [0.25],
+        state.keys() == model.state_dict().keys(),
+        trained.keys() == {"last.weight", "last.bias"} and torch.equal(trained["last.weight"], model.last.weight),
+        dist.get_world_size(engine.data_parallel_group) == 2,
+        load_file(directory / "model.safetensors").keys() == state.keys(),
+        all(p.ds_status is ZeroParamStatus.AVAILABLE and p.ds_numel == p.numel() for p in model.parameters()),
+    ]
+
+
+def test_scripts_find_deepspeeds_other_names(run_ranks, tmp_path: Path):
+    for found in run_ranks(2, use_scripts_names, tmp_path):
+        assert found == [True] * 6
 
 
 def skip() -> list[tuple[bool, bool]]:

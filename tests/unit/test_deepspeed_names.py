@@ -24,6 +24,11 @@ from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.launcher.runner import DEEPSPEED_ENVIRONMENT_NAME
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.lr_schedules import CYCLE_MIN_LR, WARMUP_LR, WARMUP_MIN_LR
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from deepspeed.utils import logger, logging
 import parallel3d, parallel3d.pipe, parallel3d.zero, torch
 assert version("deepspeed") == deepspeed.__version__ == {version!r}
@@ -31,6 +36,11 @@ assert deepspeed.pipe is parallel3d.pipe and deepspeed.zero is parallel3d.zero a
 assert deepspeed.initialize is parallel3d.initialize and logging.logger is logger
 assert parallel3d.pipe.__name__ == parallel3d.pipe.__spec__.name == "parallel3d.pipe"
 assert "WarmupLR" in deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES
+assert (CYCLE_MIN_LR, WARMUP_LR, WARMUP_MIN_LR) == ("cycle_min_lr", "WarmupLR", "warmup_min_lr")
+assert checkpointing is parallel3d.checkpointing and DeepSpeedEngine is parallel3d.DeepSpeedEngine
+assert PipeModelDataParallelTopology is deepspeed.pipe.PipeModelDataParallelTopology
+assert get_accelerator().supported_dtypes() == [torch.float32, torch.bfloat16, torch.float16]
+assert get_accelerator().random() is torch.random
 row = torch.arange(6.0)[2:4]
 [kept] = clone_tensors_for_torch_save([row])
 assert kept.equal(row) and kept.untyped_storage().nbytes() == 8
