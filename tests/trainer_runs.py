@@ -56,8 +56,8 @@ def forget_state() -> None:
     unset_hf_deepspeed_config()
 
 
-def run_both_ranks(directory: Path, module: str, configs: dict[str, dict[str, Any] | None]) -> dict[str, Any]:
-    """Run main(model, directory, configs) of a module on two ranks, where deepspeed is what `p3d deepspeed install` installs.
+def run_job(directory: Path, module: str, configs: dict[str, dict[str, Any] | None], world: int = 2) -> dict[str, Any]:
+    """Run main(model, directory, configs) of a module on some ranks, where deepspeed is what `p3d deepspeed install` installs.
 
     Returns what it has written.
     """
@@ -67,12 +67,12 @@ def run_both_ranks(directory: Path, module: str, configs: dict[str, dict[str, An
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     paths = [str(directory / "site"), str(Path(__file__).parent)]
-    world = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    world |= {"GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
+    environment |= {"GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     arguments = str(model_directory(directory / "model")), str(directory), json.dumps(configs)
     code = f"import sys; sys.path[:0] = {paths!r}\nfrom {module} import main\nmain(*{arguments!r})"
-    ranks = [{**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-    for ended in run_codes(code, directory / "ranks", ranks):
+    ranks = [{**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+    for ended in run_codes(code, directory / f"ranks of {world}", ranks):
         assert ended.returncode == 0, ended.stderr
     found: dict[str, Any] = json.loads((directory / "found.json").read_text())
     return found
@@ -99,7 +99,7 @@ def train(model: Path, out: Path, config: dict[str, Any] | None, adapts: bool, r
     arguments = TrainingArguments(
         str(out),
         per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
+        gradient_accumulation_steps=4 // int(os.environ["WORLD_SIZE"]),
         max_steps=STEPS,
         learning_rate=1e-2,
         logging_steps=1,
@@ -132,7 +132,10 @@ def train(model: Path, out: Path, config: dict[str, Any] | None, adapts: bool, r
 
 
 def main(model: str, out: str, configs: str) -> None:
-    """Train with each configuration of a JSON mapping, resume each, and write what happened. Collective."""
+    """Train with each configuration of a JSON mapping, resume each, and write what happened. Collective.
+
+    Only two ranks train from the start; others resume what these have saved, with the same samples a step.
+    """
     import torch
     import torch.distributed as dist
 
@@ -141,8 +144,10 @@ def main(model: str, out: str, configs: str) -> None:
     for name, config in json.loads(configs).items():
         directory = Path(out) / name
         adapts = name.startswith("adapters")
-        found[name] = train(Path(model), directory, config, adapts)
+        if os.environ["WORLD_SIZE"] == "2":
+            found[name] = train(Path(model), directory, config, adapts)
         found[f"{name}, resumed"] = train(Path(model), directory, config, adapts, resumes=True)
-    if dist.get_rank() == 0:
+    if os.environ["RANK"] == "0":
         (Path(out) / "found.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()

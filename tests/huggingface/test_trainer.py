@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from trainer_runs import SAVED, STEPS, configuration, run_both_ranks
+from trainer_runs import SAVED, STEPS, configuration, run_job
 
 CPU = {"device": "cpu"}
 CONFIGS: dict[str, dict[str, Any] | None] = {
@@ -23,6 +23,9 @@ CONFIGS: dict[str, dict[str, Any] | None] = {
 }
 
 
+RESUMED_ALONE = ("stage 1", "stage 3, offload", "adapters, stage 3")
+
+
 def alike(name: str) -> str:
     """The training with DDP that has the same numbers."""
     return "adapters, ddp" if name.startswith("adapters") else "ddp"
@@ -32,7 +35,9 @@ def alike(name: str) -> str:
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """What two ranks did with each configuration."""
     directory = tmp_path_factory.mktemp("trainer")
-    return directory, run_both_ranks(directory, "trainer_runs", CONFIGS)
+    runs = run_job(directory, "trainer_runs", CONFIGS)
+    alone = run_job(directory, "trainer_runs", {name: CONFIGS[name] for name in RESUMED_ALONE}, world=1)
+    return directory, runs | {f"{name} by one rank": run for name, run in alone.items()}
 
 
 @pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if config is not None])
@@ -49,10 +54,12 @@ def test_a_training_is_that_of_ddp(found: tuple[Path, dict[str, Any]], name: str
         assert own[key].numpy() == pytest.approx(weight.numpy(), abs=1e-5), key
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_resumed_training_ends_as_one_without_a_break(found: tuple[Path, dict[str, Any]], name: str):
+@pytest.mark.parametrize(
+    ("name", "by"), [*((name, "") for name in CONFIGS), *((name, " by one rank") for name in RESUMED_ALONE)]
+)
+def test_a_resumed_training_ends_as_one_without_a_break(found: tuple[Path, dict[str, Any]], name: str, by: str):
     _, runs = found
-    own, whole = runs[f"{name}, resumed"], runs[alike(name)]
+    own, whole = runs[f"{name}, resumed{by}"], runs[alike(name)]
     assert len(own["loss"]) == STEPS  # the log goes on from the checkpoint's
     assert own["loss"][SAVED:] == pytest.approx(whole["loss"][SAVED:], rel=1e-5)
     assert own["eval"] == pytest.approx(whole["eval"], rel=1e-5)

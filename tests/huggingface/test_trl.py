@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from trainer_runs import configuration, run_both_ranks
+from trainer_runs import configuration, run_job
 
 CPU = {"device": "cpu"}
 CONFIGS: dict[str, dict[str, Any] | None] = {
@@ -17,7 +17,7 @@ CONFIGS: dict[str, dict[str, Any] | None] = {
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_both_ranks(tmp_path_factory.mktemp("trl"), "trl_runs", CONFIGS)
+    return run_job(tmp_path_factory.mktemp("trl"), "trl_runs", CONFIGS)
 
 
 @pytest.mark.parametrize("kind", ["sft", "lora", "dpo"])
