@@ -26,6 +26,7 @@ test: setup
 	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
 
 test-all: setup
+	$(BIN)/pip install -q -c constraints.txt -e ".[test,huggingface]"
 	$(MAKE) test ARGS="--full $(ARGS)"
 
 # Malformed inputs, others in each round.

@@ -36,6 +36,7 @@ class BuildWithKernels(build_py):
 
 
 PLOT = ["matplotlib>=3.8"]
+HUGGINGFACE = ["accelerate>=1.10", "peft>=0.17", "trl>=1.0; python_version >= '3.11'", "datasets>=4"]
 TEST = [
     "pytest>=8",
     "pytest-xdist>=3.6",
@@ -47,6 +48,8 @@ TEST = [
     "types-PyYAML",
     "types-networkx",
     "transformers>=5",
+    "accelerate>=1.10",
+    "peft>=0.17",
     "selenium>=4.20",
 ]
 
@@ -79,6 +82,6 @@ setup(
         "rich>=13",
         "safetensors>=0.4.3",
     ],
-    extras_require={"plot": PLOT, "test": TEST + PLOT},
+    extras_require={"plot": PLOT, "huggingface": HUGGINGFACE, "test": TEST + PLOT},
     entry_points={"console_scripts": ["parallel3d = parallel3d.launcher:main", "p3d = parallel3d.cli:main"]},
 )

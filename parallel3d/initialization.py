@@ -43,13 +43,13 @@ def initialize(
     config_params: str | Path | Mapping[str, Any] | None = None,
     auto: Mapping[str, Any] | None = None,
     weights: str | Path | None = None,
-) -> tuple[DeepSpeedEngine, torch.optim.Optimizer, DataLoader[Any] | None, Any]:
+) -> tuple[DeepSpeedEngine, torch.optim.Optimizer | None, DataLoader[Any] | None, Any]:
     """Return (engine, optimizer, dataloader, lr_scheduler) for a PipelineModule, or for any module, trained data parallel.
 
     - config (or config_params, or args.deepspeed_config): a path, mapping or base64 text with DeepSpeed's keys.
     - auto: values for keys that are "auto", nested or dotted ("optimizer.params.lr"). Your own optimizer or loader fills
       some of them.
-    - optimizer: an optimizer, or a callable of the parameters; None to make it from the configuration.
+    - optimizer: an optimizer, or a callable of the parameters; None for the configuration's, or to evaluate only.
     - model_parameters: the parameters to train, or groups of them; by default all that require a gradient.
     - training_data: a dataset of samples, (inputs, labels) for a PipelineModule, for which a loader is made; or a DataLoader
       of this replica's micro-batches.
@@ -170,19 +170,21 @@ def _trainable(parameters: Parameters) -> list[Any]:
 
 def _make_optimizer(
     optimizer: OptimizerArgument | None, parameters: list[Any], config: Config
-) -> torch.optim.Optimizer:
+) -> torch.optim.Optimizer | None:
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     if optimizer is not None:
         # Optimizers of torch refuse an empty list, but accept an empty group.
         return optimizer(parameters or [{"params": []}])
     if config.optimizer is None:
-        raise ConfigError("no optimizer: set optimizer.type in the configuration, or pass one to initialize")
+        return None
     return build_optimizer(config.optimizer.type, parameters, config.optimizer.params)
 
 
-def _make_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, config: Config) -> Any:
-    """Return the configuration's scheduler, as in DeepSpeed, else the script's own."""
+def _make_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None, config: Config) -> Any:
+    """Return the configuration's scheduler, as in DeepSpeed, else the script's own; None without an optimizer."""
+    if optimizer is None:
+        return None
     if config.scheduler is None:
         return scheduler(optimizer) if callable(scheduler) else scheduler
     if scheduler is not None:

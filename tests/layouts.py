@@ -153,6 +153,7 @@ def worth(layout: Layout, num_pairs: int) -> float:
     return shown * num_pairs / (layout.pp * layout.dp + layout.dp * layout.accumulation) ** 0.3
 
 
+@cache
 def all_pairs(max_ranks: int = 12, candidates: int = 400) -> list[Layout]:
     """Valid layouts that hold every possible pair: greedily, the best of some random candidates in each round."""
     rng = random.Random(0)

@@ -18,6 +18,7 @@ _MODULES = {
     "plan": "plan",
     "doctor": "kernels",
     "build-kernels": "kernels",
+    "deepspeed": "deepspeed",
 }
 
 

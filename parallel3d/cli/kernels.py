@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from parallel3d.cli.deepspeed import who_is_deepspeed
 from parallel3d.comm.peer.streams import check_copies
 from parallel3d.comm.peer.symmetric import Unavailable, check_device, check_hosts, check_peers
 from parallel3d.config import Config, load_sections
@@ -89,6 +90,7 @@ def _diagnose(options: argparse.Namespace) -> int:
     console = console if console.is_terminal else Console(width=_WIDTH)
     console.print(_table(findings))
     print(_describe_host())
+    print(f"imports of deepspeed: {who_is_deepspeed()}")
     return 1 if any(finding.missed for finding in findings) else 0
 
 

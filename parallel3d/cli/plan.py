@@ -169,7 +169,7 @@ def _show_offload(prediction: Prediction, cluster: Cluster) -> None:
     """Print what a layout keeps in host memory and on disk, on the rank that keeps most."""
     most = max(prediction.memory, key=lambda stage: stage.host + stage.disk)
     if most.host:
-        print(f"host memory: {most.host / _GIB:.1f} GiB a rank, of {most.host_capacity / _GIB:.1f} assumed")
+        print(f"host memory: {most.host / _GIB:.1f} GiB a rank, of {most.host_capacity / _GIB:.1f} (host_memory)")
     if most.disk:
         rate = min(gpu.device.disk_bandwidth for gpu in cluster.gpus) / 1e9
         print(

@@ -59,6 +59,7 @@ def read(
     - sections: the only ones to read; all if none is named.
     """
     name, given = read_source(source)
+    given = _nested(given)
     if not isinstance(auto or {}, Mapping):
         raise ConfigError(
             f'auto is {auto!r}; give a mapping of the keys that are "auto" to values, such as {{"optimizer.params.lr": 1e-4}}'
@@ -78,6 +79,22 @@ def read_source(source: object) -> tuple[str, Mapping[str, Any]]:
     if isinstance(source, (str, Path)):
         return str(source), read_mapping(Path(source))
     raise ConfigError(f"a configuration is a path or a mapping, not {type(source).__name__}; give one of the two")
+
+
+def _nested(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the mapping with keys such as "zero_optimization.reduce_bucket_size" in their sections, as TRL writes them.
+
+    What a section gives itself is kept. Sizes of such keys, which may be fractions, are rounded down.
+    """
+    nested = dict(given)
+    for path in [key for key in given if isinstance(key, str) and key.partition(".")[2]]:
+        name, _, key = path.partition(".")
+        section = nested.get(name, {})
+        if name in Config.model_fields and isinstance(section, Mapping):
+            value = nested.pop(path)
+            whole = int(value) if isinstance(value, float) and value > 1 else value
+            nested[name] = {key: whole, **section}
+    return nested
 
 
 def without_removed(given: Mapping[str, Any], section: type[Section] = Config) -> dict[str, Any]:

@@ -255,6 +255,10 @@ class FailuresConfig(Section):
     directory: NonEmpty = own_key(".", "the folder for failure-RANK.json")
 
 
+def _none_for_never(value: object) -> object:
+    return None if value == float("inf") else value
+
+
 def _read_zero(value: object) -> object:
     """Read DeepSpeed's oldest form: true is stage 1, false is stage 0."""
     return {"stage": int(value)} if isinstance(value, bool) else value
@@ -316,7 +320,9 @@ class Config(Section):
     dataloader_drop_last: bool = False
     seed: NonNegative = own_key(1234, "a whole number >= 0, which fixes the order of the training data")
     rng: RngConfig = RngConfig()
-    steps_per_print: Positive | None = key(10, "a whole number of steps >= 1, or null to print nothing")
+    steps_per_print: Annotated[Positive | None, BeforeValidator(_none_for_never)] = key(
+        10, "a whole number of steps >= 1, or null or infinity to print nothing"
+    )
     wall_clock_breakdown: bool = False
     memory_breakdown: bool = False
     dump_state: bool = False

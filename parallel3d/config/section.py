@@ -184,6 +184,10 @@ class Section(BaseModel):
     # Keys for which "auto" means: not given.
     unset_by_auto: ClassVar[frozenset[str]] = frozenset()
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a key's value, as of a dict: libraries read `engine.config` so."""
+        return getattr(self, name, default)
+
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         """Return pydantic's schema of the section, with the keys that no field holds; a value may always be "auto"."""

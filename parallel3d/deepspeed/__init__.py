@@ -4,5 +4,6 @@ import sys
 from importlib import import_module
 
 _OPS = ("ops", "ops.adagrad", "ops.adam", "ops.lion")
-for _name in ("accelerator", "arguments", "checkpointing", *_OPS, "runtime", "runtime.utils", "utils"):
+_RUNTIME = ("runtime", "runtime.lr_schedules", "runtime.utils")
+for _name in ("accelerator", "arguments", "checkpointing", *_OPS, *_RUNTIME, "utils", "utils.logging"):
     sys.modules[f"parallel3d.{_name}"] = import_module(f"parallel3d.deepspeed.{_name}")

@@ -48,6 +48,15 @@ class Accelerator:
 
     manual_seed = manual_seed_all
 
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """Return the dtypes that weights can have."""
+        dtypes = {torch.bfloat16: self.is_bf16_supported(), torch.float16: self.is_fp16_supported()}
+        return [torch.float32, *(dtype for dtype, is_supported in dtypes.items() if is_supported)]
+
+    def random(self) -> ModuleType:
+        """Return the module of the generators on this device."""
+        return torch.cuda.random if self._type == "cuda" else torch.random
+
     def is_bf16_supported(self) -> bool:
         """Return whether layers can compute in bfloat16."""
         return self._type == "cpu" or torch.cuda.is_bf16_supported()
@@ -55,6 +64,11 @@ class Accelerator:
     def is_fp16_supported(self) -> bool:
         """Return whether layers can compute in float16."""
         return True
+
+
+def is_current_accelerator_supported() -> bool:
+    """Return True: each device that get_accelerator returns is supported."""
+    return True
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -148,6 +149,11 @@ class DeepSpeedEngine(Engine):
         return self.process_groups.model.size
 
     @property
+    def data_parallel_group(self) -> Any:
+        """Torch's group of this rank's replicas; None for a single one."""
+        return self.grid.get_data_parallel_group()
+
+    @property
     def global_rank(self) -> int:
         """This process's rank in the world."""
         return self.process_groups.rank
@@ -202,11 +208,16 @@ class DeepSpeedEngine(Engine):
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each parameter group."""
-        return [group["lr"] for group in self.optimizer.param_groups]
+        return [group["lr"] for group in self.update.optimizer.param_groups]
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of all parameter groups; a schedule changes it at the next step."""
+        for group in self.update.optimizer.param_groups:
+            group["lr"] = lr
 
     def get_mom(self) -> list[Any]:
         """Return the momentum, or betas, of each parameter group."""
-        return [group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups]
+        return [group.get("betas", group.get("momentum", 0.0)) for group in self.update.optimizer.param_groups]
 
     def loss_scale(self) -> float:
         """Return the factor of losses in the current step; 1 without scaling."""
@@ -229,6 +240,14 @@ class DeepSpeedEngine(Engine):
         filename of a pickle, such as DeepSpeed's "pytorch_model.bin".
         """
         return self.checkpoints.save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
+
+    save_fp16_model = save_16bit_model  # DeepSpeed's old name
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """Return the module's state_dict. Raises ExecutionError for weights that live as shards."""
+        frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
+        left_out = frozen if exclude_frozen_parameters else set()
+        return {name: value for name, value in self.module.state_dict().items() if name not in left_out}
 
     # Memory between steps
 
@@ -254,6 +273,15 @@ class DeepSpeedEngine(Engine):
     def reload_states(self, non_blocking: bool = False) -> None:
         """Move what offload_states has moved back to the device."""
         self.update.parking.reload()
+
+    def destroy(self) -> None:
+        """Free gradients, master weights and optimizer state. The weights stay; the engine can't be used any more."""
+        if "update" in vars(self):
+            self.update.release()
+            kept = {"module": self.module, "config": self.config}
+            vars(self).clear()
+            vars(self).update(kept)
+            gc.collect()
 
     # Whole weights (ZeRO-3)
 

@@ -10,7 +10,7 @@ from typing import Any
 from parallel3d.autograd.recomputation import Checkpointer, RecomputationTimes
 from parallel3d.config import Config, load, load_sections
 
-__all__ = ["checkpoint", "configure", "is_configured", "reset", "times"]
+__all__ = ["checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset", "times"]
 
 
 @dataclass
@@ -27,6 +27,9 @@ _process = _Process()
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run function(*args, **kwargs), and recompute it in its backward, with the settings of `configure`."""
     return _process.checkpointer(function, *args, **kwargs)
+
+
+non_reentrant_checkpoint = checkpoint  # DeepSpeed's other name
 
 
 def configure(

@@ -20,7 +20,7 @@ from parallel3d.engine.garbage import GarbageFreezer
 from parallel3d.engine.reports import Reports
 from parallel3d.engine.state import Checkpoints, Location
 from parallel3d.engine.step import BatchRunner
-from parallel3d.engine.update import LossShare, WeightUpdate
+from parallel3d.engine.update import LossShare, WeightUpdate, idle_optimizer
 from parallel3d.errors import ConfigError, ExecutionError, PeerError
 from parallel3d.failures.attribution import Attribution
 from parallel3d.failures.watchdog import follows
@@ -49,7 +49,7 @@ class Engine:
 
     - module: the model, or the module that it wraps. config: the resolved configuration.
     - pipeline_module: the layers of this rank, also of a wrapped module. process_groups: this rank's.
-    - optimizer, lr_scheduler: as given to `initialize`, or made from the configuration.
+    - optimizer, lr_scheduler: as given to `initialize`, or made from the configuration; None to evaluate only.
     - progress: counters of steps and samples, and the state of the current step.
     - data: the source of micro-batches, and the batch sizes.
     - update: gradients, master weights and optimizer.
@@ -62,7 +62,7 @@ class Engine:
         model: PipelineModule,
         config: Config,
         batch_sizes: BatchSizes,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         lr_scheduler: Any = None,
         data_iterator: Iterator[Any] | None = None,
         transport: Transport | None = None,
@@ -80,7 +80,9 @@ class Engine:
             numerics = NumericsCheck(model, not precision.checks_overflow, lambda: progress.num_backwards)
         on_value = numerics.gradient if numerics is not None and numerics.checks_gradients else None
         monitor = StepMonitor(config, model.groups, model.device)
-        self.update = WeightUpdate(model, optimizer, config, precision, monitor.launched, on_value)
+        self.update = WeightUpdate(
+            model, optimizer or idle_optimizer(model), config, precision, monitor.launched, on_value
+        )
         self.reports = Reports(model, config, checkpointer, monitor, self.update, self.data)
         on_loss = numerics.loss if numerics is not None else None
         self._calls = StepByCalls(model, self.module, self.update, precision, progress, on_loss)
@@ -104,8 +106,8 @@ class Engine:
 
     def __getattr__(self, name: str) -> Any:
         module = self.__dict__.get("module")
-        if module is None or name.startswith("__"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if module is None or name.startswith("__") or not hasattr(module, name):
+            raise AttributeError(f"neither the engine nor its module has {name!r}; after destroy() make a new engine")
         return getattr(module, name)
 
     @contextmanager
@@ -142,7 +144,7 @@ class Engine:
         """
         with self._attributing(Phase.LOADING):
             check_metrics(self.lr_scheduler, {})
-            self.update.parking.check()
+            self._check_trains()
             if done := self.progress.num_backwards:
                 raise ExecutionError(
                     f"{done} micro-batches of a step are done by engine.backward; end it by engine.step(), or drop it by "
@@ -235,6 +237,11 @@ class Engine:
             shown = loss if bcast_loss or is_last else None
             return (shown, logits) if return_logits else shown
 
+    def _check_trains(self) -> None:
+        if self.optimizer is None:
+            raise ConfigError("no optimizer: set optimizer.type in the configuration, or pass one to initialize")
+        self.update.parking.check()
+
     # A step by calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -243,7 +250,7 @@ class Engine:
         Raises ConfigError for a model that is split over stages.
         """
         with self._attributing(Phase.CALL):
-            if not self.pipeline_module.training:
+            if not self.pipeline_module.training or self.optimizer is None:
                 with self._runner.attending():
                     return self._calls.forward(args, kwargs, same_stream)
             if torch.is_grad_enabled():
@@ -256,7 +263,7 @@ class Engine:
     def _begin_calls(self) -> None:
         """Begin a step by calls, unless one has begun."""
         progress, monitor = self.progress, self.reports.monitor
-        self.update.parking.check()
+        self._check_trains()
         if progress.record is None:
             monitor.begin(progress.global_steps + 1, progress.global_samples)
             program = self._runner.programs.get(self.data.sizes.num_micro_batches, training=True)

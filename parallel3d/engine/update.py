@@ -30,7 +30,7 @@ from parallel3d.zero.policy import make_policy
 from parallel3d.zero.reducer import GradientReducer, check_precision
 from parallel3d.zero.storage import Storage, open_storage
 from parallel3d.zero.values import make_whole, weights_of
-from parallel3d.zero.weights import ShardedWeights, Units
+from parallel3d.zero.weights import ShardedWeights, Units, tell_whole
 from parallel3d.zero.whole_state import WholeState
 
 # Maximum number of parameters that the warning of an overflow lists.
@@ -74,6 +74,12 @@ def _cast(model: nn.Module, dtype: torch.dtype | None) -> None:
     if dtype is not None:
         cast = model.half if dtype is torch.float16 else model.bfloat16
         cast()
+
+
+def idle_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer that updates nothing, of a model that is evaluated only: no parameter requires a gradient."""
+    model.requires_grad_(False)
+    return torch.optim.SGD([{"params": []}], lr=0.0)
 
 
 class WeightUpdate:
@@ -199,6 +205,9 @@ class WeightUpdate:
             if info.parameter not in sharded:
                 make_whole(info.parameter)
         self.units = self._make_units() if shards else None
+        if self.policy.stage == 3:
+            for info in (*infos, *self._frozen):
+                tell_whole(info.parameter)
 
     def _make_units(self) -> Units:
         weights: dict[int, list[ShardedWeights]] = {}
@@ -213,6 +222,20 @@ class WeightUpdate:
     def call_before_step(self, call: Callable[[], None]) -> None:
         """Call `call` in each step once all gradients are reduced; they are gradient_scale times those of the mean loss."""
         self._before_step = call
+
+    def release(self) -> None:
+        """Free gradients, masters and optimizer state. Nothing but the weights can be used afterwards."""
+        self._settle()
+        buckets = list(self.reducer.all_buckets())
+        tensors = [tensor for bucket in buckets for tensor in (bucket.gradients, bucket.gradient_shard)]
+        tensors += [bucket.master for bucket in buckets if bucket.has_own_master]
+        tensors += [value for state in self.optimizer.state.values() for value in state.values()]
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().resizable():
+                tensor.untyped_storage().resize_(0)
+        self.optimizer.state.clear()
+        for file in self.disks().values():
+            file.close()
 
     def restore(self, skipped_steps: int, scaler: dict[str, float] | None) -> None:
         """Load the number of skipped steps and, if both have one, the state of the loss scaler."""
@@ -307,6 +330,7 @@ class WeightUpdate:
         return divisor if finite is None else torch.where(finite, divisor, 1.0)
 
     def _update_scale(self, number: int, overflow: bool) -> None:
+        vars(self.optimizer)["overflow"] = overflow  # DeepSpeed's name
         if not self._checks_overflow:
             return
         scale = self.loss_scale

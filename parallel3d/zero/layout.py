@@ -177,12 +177,11 @@ def lay_out(infos: Sequence[ParameterInfo], policy: ZeroPolicy, num_shards: int)
             is_sharded = on_host or (layouts[k].is_sharded and num_shards > 1)
             layouts[k] = replace(layouts[k], weights_offloaded=on_host, weights_on_disk=on_disk, is_sharded=is_sharded)
     if (state := policy.offload) is not None:
-        taken = _share((layout.numel for layout in layouts), state.ratio)
-        layouts = [replace(each, is_offloaded=takes) for each, takes in zip(layouts, taken, strict=True)]
-        kept = _share((layout.numel * layout.is_offloaded for layout in layouts), state.host_ratio)
+        offloaded = list(_share((layout.numel for layout in layouts), state.ratio))
+        kept = _share((one.numel * takes for one, takes in zip(layouts, offloaded, strict=True)), state.host_ratio)
         layouts = [
-            replace(one, state_on_disk=one.is_offloaded and not on_host)
-            for one, on_host in zip(layouts, kept, strict=True)
+            replace(one, is_offloaded=takes, state_on_disk=takes and not on_host)
+            for one, takes, on_host in zip(layouts, offloaded, kept, strict=True)
         ]
     return layouts
 

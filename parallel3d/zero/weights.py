@@ -41,6 +41,12 @@ def placeholder(parameter: Tensor, dtype: torch.dtype, device: torch.device) -> 
     return torch.full((), value, dtype=dtype, device=device).expand(parameter.shape)
 
 
+def tell_whole(parameter: nn.Parameter) -> None:
+    """Give a parameter that is no shard the attributes that libraries read of each parameter with ZeRO-3."""
+    told = {"ds_status": WeightState.GATHERED, "ds_shape": parameter.shape, "ds_numel": parameter.numel()}
+    vars(parameter).update({**told, **vars(parameter)})
+
+
 def nothing() -> None:
     """Return None, in place of an object that a copy or pickle leaves out."""
 

@@ -820,7 +820,6 @@ class TrainedLoss(nn.Module):
         ({}, {"schedule": [["F0@0", "I0@0", "W0@0", "F1@0", "B1@0"]]}, {}, None),
         ({"loss_fn": TrainedLoss()}, {}, {}, "PartitionError: loss_fn TrainedLoss has parameters to train, ['weight']"),
         ({"config": {"pipeline": {"stages": 2}}}, {}, {}, "ConfigError: num_stages is 1 in one place and 2 in another"),
-        ({}, {}, {"optimizer": None}, "ConfigError: no optimizer"),
         ({}, {}, {"train_batch_size": 7}, "ConfigError: world = tp x pp x dp = 1 x 1 x 1"),
     ],
 )

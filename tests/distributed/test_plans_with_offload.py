@@ -44,7 +44,6 @@ STATE, BOTH, DISK, ALL_ON_DISK = (
 CASES: list[tuple[int, float | None, str, dict[str, Any]]] = [
     (25, None, STATE, {"offload_optimizer": ON_CPU}),
     (11, None, BOTH, {"offload_optimizer": ON_CPU, "offload_param": ON_CPU}),
-    (11, 0.02, DISK, {"offload_optimizer": ON_DISK, "offload_param": ON_CPU}),
     (11, 0.008, ALL_ON_DISK, {"offload_optimizer": ON_DISK, "offload_param": ON_DISK}),
 ]
 

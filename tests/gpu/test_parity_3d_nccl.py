@@ -10,7 +10,8 @@ from ranks import RankPool
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "layout" in metafunc.fixturenames:
-        metafunc.parametrize("layout", cover(min(4, max(2, torch.cuda.device_count()))), ids=str)
+        count = min(4, torch.cuda.device_count())
+        metafunc.parametrize("layout", cover(count) if count > 1 else [], ids=str)
 
 
 def test_losses_norms_and_weights_equal_one_gpu(gpu_pool: RankPool, layout: Layout):

@@ -56,7 +56,8 @@ def cover(num_gpus: int) -> list[Layout]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "layout" in metafunc.fixturenames:
-        metafunc.parametrize("layout", cover(min(4, max(2, torch.cuda.device_count()))), ids=str)
+        count = min(4, torch.cuda.device_count())
+        metafunc.parametrize("layout", cover(count) if count > 1 else [], ids=str)
 
 
 def without_key_biases(run: Run) -> Run:

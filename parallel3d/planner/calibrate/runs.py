@@ -159,6 +159,8 @@ class RunPredictor:
         self._model, self._cluster = model, cluster
         self._networks: dict[str, Network] = {}
         self._profiles: dict[tuple[str, bool], ModelProfile] = {}
+        # By id: a record, and its step without corrections, which each calibration is compared with.
+        self._plain: dict[int, tuple[RunRecord, Predictor, StepPrediction]] = {}
 
     def predict(self, record: RunRecord, calibration: Calibration) -> tuple[Prediction, Mapping[str, float]]:
         """Return the prediction of the run's step, and the seconds of its instructions, named by kind_name."""
@@ -170,7 +172,9 @@ class RunPredictor:
     def parts(self, record: RunRecord, calibration: Calibration) -> PredictedRun:
         """Return the uncorrected parts of the run, and of its step along the path that is the longest when corrected."""
         _, predicted = self._predict_step(record, calibration)
-        plain, uncorrected = self._predict_step(record, Calibration())
+        if id(record) not in self._plain:
+            self._plain[id(record)] = record, *self._predict_step(record, Calibration())
+        _, plain, uncorrected = self._plain[id(record)]
         components = cache(partial(_components, plain, uncorrected))
         kinds = dict.fromkeys(i._replace(micro_batch=0) for rank in predicted.program.instructions for i in rank)
         cost, host = predicted.cost.cost(), predicted.cost.host()

@@ -127,9 +127,9 @@ class MemoryModel:
         # Alone each holds its output, which among others the next one may not need.
         share = self.held(layout) / max(1, sum(each))
         policy, moments = self.model.policy(layout.zero), self._moments or 2
-        infos = [[ParameterInfo("", p, (0,)) for _, p in layer.parameters] for layer in layers]
-        state = [predict_state(own, policy, layout.replicas, moments) for own in infos]
-        return [float(own.steady) for own in state], [share * nbytes for nbytes in each]
+        alike = {id(layer): [ParameterInfo("", p, (0,)) for _, p in layer.parameters] for layer in layers}
+        state = {key: predict_state(own, policy, layout.replicas, moments).steady for key, own in alike.items()}
+        return [float(state[id(layer)]) for layer in layers], [share * nbytes for nbytes in each]
 
     def held(self, layout: Layout) -> int:
         """Return the bytes that a micro-batch saves for its backward in all layers, as one chunk."""
@@ -200,7 +200,7 @@ class MemoryModel:
         if key not in self._states:
             infos = model.stage_parameters(layout.tensor_ranks, layout.sequence_parallel, bounds, placement)[stage]
             replicas, frozen = layout.replicas, frozen_infos(layers, owned)
-            policy = model.rank_policy(layout.zero, replicas, [*infos, *frozen])
+            policy = model.policy(layout.zero, replicas, [*infos, *frozen])
             early = {parameter for layer in own for name, parameter in layer.parameters if name in layer.early}
             kept, cast = [info.parameter for info in frozen], model.precision.weights
             size = sum(p.numel() * (cast if cast and p.is_floating_point() else p.dtype).itemsize for p in kept)

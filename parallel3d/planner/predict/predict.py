@@ -82,7 +82,8 @@ class Predictor:
         self._links: dict[tuple[object, ...], LayoutLinks] = {}
         self._stage_times: dict[tuple[object, ...], list[Times]] = {}
         self._splits: dict[tuple[object, ...], tuple[tuple[int, ...], Times]] = {}
-        self._even_bounds = cache(_even_bounds)
+        # The bounds of chunks in layers with the smallest slowest chunk.
+        self._even_bounds = cache(lambda costs, n, paces: partition_layers(segment_costs(costs), n, paces=paces).bounds)
 
     def profile(self, units: Units = None) -> ModelProfile:
         """Return the profile of the layers, or of their half blocks. Raises ConfigError if half blocks aren't known."""
@@ -193,10 +194,9 @@ class Predictor:
         profile, slicing = self.profile(layout.units), (layout.tensor_ranks, layout.sequence_parallel)
         stages = profile.stage_parameters(*slicing, bounds, placement, merged=not exactly)
         layers, samples = self.layers(layout, exactly), 1 if exactly else layout.micro_batch
-        own = (stage_layers(bounds, placement, k) if exactly else () for k in range(layout.stages))
-        frozen = [frozen_infos(layers, owned) for owned in own]
-        every = map(chain, stages, frozen)
-        policies = [profile.rank_policy(layout.zero, layout.replicas, infos) for infos in every]
+        owned = (stage_layers(bounds, placement, k) if exactly else () for k in range(layout.stages))
+        frozen = [frozen_infos(layers, own) for own in owned]
+        policies = [profile.policy(layout.zero, layout.replicas, infos) for infos in map(chain, stages, frozen)]
         if exactly:
             buckets = make_buckets(stages, len(placement), policies[0], layout.replicas)
         else:
@@ -262,11 +262,11 @@ class Predictor:
         if split.sharded is not None:
             sizes = [{unit: size.nbytes for unit, size in own.items()} for own in split.sharded.sizes]
             gathered = list(map(peak_live, program.instructions, sizes))
-        stages = enumerate(zip(map(self._capacity, split.links.devices), gathered, strict=True))
+        stages = enumerate(zip(map(self.capacity, split.links.devices), gathered, strict=True))
         found = (model.stage(replay, split.bounds, layout, k, *room, samples, live) for k, (room, live) in stages)
         return tuple(map(self.calibration.correct_memory, found))
 
-    def _capacity(self, devices: Sequence[Device]) -> tuple[int, int]:
+    def capacity(self, devices: Sequence[Device]) -> tuple[int, int]:
         """Return the bytes of the smallest of some devices, and of the memory of its host that each rank may take."""
         given = self.profile().config.offload.host_memory_gib
         host = min(device.host_memory for device in devices) if given is None else int(given * 2**30 / self._on_host)
@@ -284,7 +284,7 @@ class Predictor:
         # A long pipeline is the fullest at its ends, or in the middle.
         for stage in sorted({0, 1, layout.stages // 2, layout.stages - 2, layout.stages - 1}):
             if 0 <= stage < layout.stages:
-                room = self._capacity(links.devices[stage])
+                room = self.capacity(links.devices[stage])
                 yield self.calibration.correct_memory(memory.stage(replay, bounds, one, stage, *room, samples))
 
     def split_carefully(self, layout: Layout, links: LayoutLinks) -> tuple[int, ...]:
@@ -327,8 +327,3 @@ def _fastest(times: Sequence[Times], placement: Sequence[int]) -> tuple[Times, t
     totals = [float(each.total.sum()) for each in times]
     least = min(totals)
     return times[totals.index(least)], None if least == max(totals) else tuple(totals[s] / least for s in placement)
-
-
-def _even_bounds(costs: Sequence[float], num_chunks: int, paces: Sequence[float] | None) -> tuple[int, ...]:
-    """Return the chunks' bounds in layers with the smallest slowest chunk."""
-    return partition_layers(segment_costs(costs), num_chunks, paces=paces).bounds

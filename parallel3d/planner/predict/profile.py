@@ -85,24 +85,21 @@ class ModelProfile:
         other.config, other._policies = config, {}
         return other
 
-    def policy(self, zero: int, shard_numel: int = 0) -> ZeroPolicy:
+    def policy(self, zero: int, replicas: int = 1, infos: Iterable[ParameterInfo] = ()) -> ZeroPolicy:
         """Return the policy of a ZeRO stage under the rest of the configuration.
 
-        Stage 2 reduces per micro-batch unless the configuration turns that off. shard_numel: see make_policy.
+        Stage 2 reduces per micro-batch unless the configuration turns that off. infos: the parameters of a rank, frozen ones
+        too, of which offload_param.max_in_cpu may be in host memory.
         """
-        key, given = (zero, shard_numel), self.config.zero_optimization
-        if key in self._policies:
-            return self._policies[key]
-        each = given.reduce_per_micro_batch is not False
-        section = given.model_copy(update={"stage": zero, "reduce_per_micro_batch": each})
-        config = self.config.model_copy(update={"zero_optimization": section})
-        self._policies[key] = make_policy(config, [], torch.device("cpu"), self.precision.weights, shard_numel)
+        given = self.config.zero_optimization
+        limited = given.offload_param.max_in_cpu is not None
+        key = zero, sum(info.parameter.numel() for info in infos) // replicas if limited else 0
+        if key not in self._policies:
+            each = given.reduce_per_micro_batch is not False
+            section = given.model_copy(update={"stage": zero, "reduce_per_micro_batch": each})
+            config = self.config.model_copy(update={"zero_optimization": section})
+            self._policies[key] = make_policy(config, [], torch.device("cpu"), self.precision.weights, key[1])
         return self._policies[key]
-
-    def rank_policy(self, zero: int, replicas: int, infos: Iterable[ParameterInfo]) -> ZeroPolicy:
-        """Return the policy of a rank with these parameters, frozen ones too: how many may be in host memory."""
-        limited = self.config.zero_optimization.offload_param.max_in_cpu is not None
-        return self.policy(zero, sum(info.parameter.numel() for info in infos) // replicas if limited else 0)
 
     def loaded(self, micro_batch: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the bytes that the loader puts on the device, for each tensor of the inputs and of the labels.

@@ -73,17 +73,17 @@ def _does_not_fit(memory: Sequence[StageMemory]) -> str:
 def _ruled_out(search: BranchAndBound, known: set[Grid], winner: Prediction | None) -> list[Rejected]:
     """Return one layout of each shape of which none was evaluated."""
     found: dict[Grid, Rejected] = {}
-    space, bounds = search.space, search.bounds
+    space, bounds, shares = search.space, search.bounds, search.least_shares
     order = np.argsort(bounds.seconds, kind="stable")
     for k, (stages, replicas, tensor_ranks) in zip(order.tolist(), space.shapes[order].tolist(), strict=True):
         shape = (stages, replicas, tensor_ranks)
         if shape in known or shape in found:
             continue
-        seconds, nbytes = bounds.seconds[k], bounds.bytes[k]
+        seconds = bounds.seconds[k]
         if not np.isfinite(seconds):
             why = bounds.why_not_sharded[tensor_ranks]
-        elif nbytes > search.capacity:
-            why = f"state and activations take at least {nbytes / _GIB:.1f} GiB a rank, of {search.capacity / _GIB:.1f}"
+        elif shares[k] > 1.0:
+            why = _at_least(search, k)[0]
         elif winner is not None:
             why = f"can't be under {seconds:.3g} s, the compute of its layers evenly spread and its pipeline's filling"
         else:
@@ -104,7 +104,7 @@ def trade_off(found: Sequence[StepPrediction]) -> tuple[tuple[int, float, str], 
 
 def what_would_fit(search: BranchAndBound) -> tuple[str, int]:
     """Say what binds if nothing fits, and the smallest change that fits; also return the bytes that are missing on a rank."""
-    have, capacity = int(search.space.shapes[0].prod()), search.capacity
+    have = int(search.space.shapes[0].prod())
     if search.evaluated:
         nearest = min(search.evaluated.values(), key=lambda each: fullness_of(each.memory))
         worst = max(nearest.memory, key=lambda stage: stage.fullest)
@@ -115,15 +115,23 @@ def what_would_fit(search: BranchAndBound) -> tuple[str, int]:
             f"{owner} with {ceil(needed / _GIB)} GiB, about {_doubled(have, share)} GPUs instead of {have}, or shorter samples "
             "(--seq)"
         ), needed - capacity
-    possible = np.isfinite(search.bounds.seconds)
-    if not possible.any():
+    possible = np.flatnonzero(np.isfinite(search.bounds.seconds))
+    if not len(possible):
         return "nothing can be built: " + "; ".join(search.bounds.why_not_sharded.values()), 0
-    least = float(search.bounds.bytes[possible].min())
+    text, needed, capacity = _at_least(search, int(possible[search.least_shares[possible].argmin()]))
     return (
-        f"nothing fits: weights, gradients, optimizer state and activations take at least {least / _GIB:.1f} GiB a rank, "
-        f"however they are spread over {have} GPUs of {capacity / _GIB:.1f} GiB. The smallest change: about "
-        f"{_doubled(have, least / capacity)} GPUs, or GPUs with more than {ceil(least / _GIB)} GiB"
-    ), round(least) - capacity
+        f"nothing fits: {text}, however they are spread over {have} GPUs. The smallest change: about "
+        f"{_doubled(have, needed / capacity)} GPUs, or more than {ceil(needed / _GIB)} GiB"
+    ), needed - capacity
+
+
+def _at_least(search: BranchAndBound, k: int) -> tuple[str, int, int]:
+    """Say what a layout needs by its bounds, of the memory that it fills most; also return these bytes, and its capacity."""
+    needed, capacity, what = round(search.bounds.bytes[k]), search.capacity, "state and activations take"
+    if search.bounds.host[k] / search.host_capacity > needed / capacity:
+        needed, capacity = round(search.bounds.host[k]), search.host_capacity
+        what = "masters and optimizer state in host memory take"
+    return f"{what} at least {needed / _GIB:.1f} GiB a rank, of {capacity / _GIB:.1f}", needed, capacity
 
 
 def _doubled(gpus: int, times: float) -> int:

@@ -106,7 +106,8 @@ class Bounds:
       filling and draining of its pipeline; infinite if the model can't be split over this number of tensor-parallel ranks.
     - passing: of a step in which a micro-batch passes all chunks forward and back. It is the last one or the first one on the
       slowest chunk, whose forwards or backwards of all others come before or after it.
-    - bytes: of the fullest rank, with state and activations in flight spread evenly.
+    - bytes: of the fullest rank, with state and activations in flight spread evenly; host: of what it offloads to the host's
+      memory.
     - why_not_sharded: number of tensor-parallel ranks -> the reason why layers can't be split over them.
     """
 
@@ -117,9 +118,10 @@ class Bounds:
         self._device = replace(fastest, host_seconds=min(device.host_seconds for device in devices))
         self._fastest = cache(partial(_fastest_exchange, predictor.network))
         self.why_not_sharded: dict[int, str] = {}
-        (self.seconds, self.passing), self.bytes = self._bound_seconds(space), np.zeros(len(space))
+        (self.seconds, self.passing), found = self._bound_seconds(space), np.zeros((2, len(space)))
         possible = np.isfinite(self.seconds)
-        self.bytes[possible] = self._bound_bytes(space.where(possible))
+        found[:, possible] = self._bound_bytes(space.where(possible))
+        self.bytes, self.host = found
 
     def _bound_seconds(self, space: Space) -> Floats:
         found = np.full((2, len(space)), np.inf)
@@ -148,23 +150,26 @@ class Bounds:
         return found
 
     def _bound_bytes(self, space: Space) -> Floats:
-        predictor, found = self._predictor, np.zeros(len(space))
+        predictor, found = self._predictor, np.zeros((2, len(space)))
         profile = predictor.profile()
         for chosen in _groups(space.tensor_ranks, space.replicas, space.zero):
             layout = space.layout(chosen[0])
             bounds = 0, len(profile.specs)
             (whole,) = profile.stage_parameters(layout.tensor_ranks, False, bounds, (0,), merged=True)
             policy = profile.policy(layout.zero)
-            if policy.offload is not None:  # of some of the buckets, which are one here
-                policy = replace(policy, offload=replace(policy.offload, ratio=1.0))
+            if (offload := policy.offload) is not None:  # of some of the buckets, which are one here
+                state = predict_state(whole, replace(policy, offload=None), layout.replicas)
+                all_in_memory = offload.ratio == 1 and offload.disk is None
+                found[1, chosen] = (state.masters + state.optimizer) * all_in_memory / space.stages[chosen]
+                policy = replace(policy, offload=replace(offload, ratio=1.0))
             state = predict_state(whole, policy, layout.replicas)
-            found[chosen] = state.steady / space.stages[chosen]
+            found[0, chosen] = state.steady / space.stages[chosen]
         for chosen in _groups(space.tensor_ranks, space.sequence_parallel, space.recompute):
             one = space.layout(chosen[0]).model_copy(update={"micro_batch": 1, "units": None})
             stages, samples = space.stages[chosen], _EVEN * space.micro_batch[chosen]
             held = predictor.memory_model(None).held(one)
             in_flight = np.where(space.all_in_flight[chosen], np.inf, stages)
-            found[chosen] += held * samples * np.minimum(in_flight, space.micro_batches[chosen]) / stages
+            found[0, chosen] += held * samples * np.minimum(in_flight, space.micro_batches[chosen]) / stages
         return found
 
 
@@ -201,16 +206,24 @@ class BranchAndBound:
     Bounds are found for all layouts at once. In their order, each layout gets nearer bounds of its own, and those that could
     still be the best are predicted.
 
-    num_best: candidates that are to be listed; evaluated: all layouts that weren't ruled out by bounds; those that can't fit,
+    num_best: candidates that are to be listed; capacity: bytes of the largest device, and host_capacity: of a host's memory for
+    a rank; evaluated: all layouts that weren't ruled out by bounds; those that can't fit,
     which shows without a prediction, are OutOfMemory.
     """
 
     def __init__(self, predictor: Predictor, space: Space, num_best: int = 5):
         self._predictor, self.space, self._num_best = predictor, space, num_best
         self.bounds = Bounds(predictor, space)
-        self.capacity = max(gpu.device.memory for gpu in predictor.network.cluster.gpus)
+        sizes = [predictor.capacity([device]) for device in {gpu.device for gpu in predictor.network.cluster.gpus}]
+        self.capacity, self.host_capacity = map(max, zip(*sizes, strict=True))
         self.evaluated: dict[Layout, StepPrediction | OutOfMemory] = {}
         self._bounds_of_one = cache(predictor.least_computing), cache(predictor.least)
+
+    @property
+    def least_shares(self) -> Floats:
+        """At least the used share of each layout's device or host, [layouts]."""
+        shares: Floats = np.maximum(self.bounds.bytes / self.capacity, self.bounds.host / self.host_capacity)
+        return shares
 
     @property
     def candidates(self) -> list[StepPrediction]:
@@ -226,7 +239,7 @@ class BranchAndBound:
         """Return the candidates that fit, the best first; none if nothing fits."""
         worth = np.where(self.space.halves, WORTH_HALVES, 1.0)
         seconds, passing = self.bounds.seconds / worth, self.bounds.passing / worth
-        possible = np.flatnonzero(np.isfinite(seconds) & (self.bounds.bytes <= self.capacity))
+        possible = np.flatnonzero(np.isfinite(seconds) & (self.least_shares <= 1.0))
         order = possible[np.argsort(seconds[possible], kind="stable")]
         if len(self._predictor.network.cluster.gpus) > LARGE:
             # Predictions take long: whole blocks are searched first, and then half blocks in the best shape alone.

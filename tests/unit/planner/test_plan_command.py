@@ -54,7 +54,7 @@ def test_a_users_function_is_planned_for_explained_and_written_down(target, tmp_
 
 
 def plan_into(directory: Path, model: str = "gpt2") -> int:
-    command = ["plan", "--model", model, "--cluster", "2xL40S", "--global-batch", "4", "--seq", "64", "--top", "1"]
+    command = ["plan", "--model", model, "--cluster", "1xL40S", "--global-batch", "1", "--seq", "64", "--top", "1"]
     return main([*command, "--out", str(directory)])
 
 

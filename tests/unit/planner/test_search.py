@@ -308,7 +308,7 @@ def test_what_fits_but_roughly_is_not_called_fitting(monkeypatch: pytest.MonkeyP
         return replace(step, memory=tuple(stage.model_copy(update={"reserved": 1 << 50}) for stage in step.memory))
 
     monkeypatch.setattr(Predictor, "predict", fuller)
-    result = answer(hosts(1), 2)
+    result = answer(hosts(1), 2, fixed=parse_layout("tp1,zero1"))  # else it would predict all layouts
     assert not result.best
     assert result.remedy is not None
     assert f"needs {1 << 20:.1f} GiB" in result.remedy

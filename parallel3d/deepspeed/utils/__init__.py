@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from parallel3d.comm.environment import get_rank, is_initialized
+from parallel3d.comm.environment import is_initialized
+from parallel3d.deepspeed.utils.logging import log_dist, logger
 
 if TYPE_CHECKING:
     from parallel3d.deepspeed.whole_state import (
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "RepeatingLoader",
     "get_z3_leaf_modules",
+    "is_initialized",
     "log_dist",
     "logger",
     "safe_get_full_fp32_param",
@@ -42,8 +42,6 @@ __all__ = [
     "z3_leaf_module",
 ]
 
-logger = logging.getLogger("parallel3d")
-
 
 def __getattr__(name: str) -> Any:
     """Import what needs pipelines when it is used, because they take two seconds to import."""
@@ -51,13 +49,3 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     part = "deepspeed.whole_state" if name.startswith("safe_") else "zero.external"
     return getattr(import_module(f"parallel3d.{'pipe.data' if name == 'RepeatingLoader' else part}"), name)
-
-
-def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
-    """Log `message` on these ranks: on all for [-1] and before init_distributed, on none for None or [].
-
-    Messages below WARNING appear only where the script configures logging to show them.
-    """
-    chosen = list(ranks or ())
-    if not is_initialized() or chosen[:1] == [-1] or get_rank() in chosen:
-        logger.log(level, f"[rank {get_rank()}] {message}")

@@ -1,0 +1,76 @@
+"""The module `deepspeed` of `p3d deepspeed install`: its modules and names are those of this package."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
+from types import ModuleType
+from typing import Any
+
+# DeepSpeed's version with these names, for libraries that ask for a minimum; the part after + tells the two apart.
+VERSION = "0.19.8+parallel3d"
+_NAME = "deepspeed"
+# DeepSpeed's modules whose names are elsewhere in this package.
+_ELSEWHERE = {
+    "runtime.activation_checkpointing": "deepspeed",
+    "runtime.activation_checkpointing.checkpointing": "deepspeed.checkpointing",
+    "runtime.config": "config",
+    "runtime.dataloader": "pipe.data",
+    "runtime.engine": "deepspeed.accessors",
+    "runtime.pipe": "pipe",
+    "runtime.pipe.module": "pipe",
+    "runtime.pipe.topology": "deepspeed.topology",
+}
+
+
+class _Alias(Loader):
+    """Loads a module of this package under another name: both names are the same module."""
+
+    def __init__(self, module: ModuleType):
+        self._module, self._spec = module, module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec  # importing has set that of the alias
+
+
+class _Finder(MetaPathFinder):
+    """Finds deepspeed.X where _ELSEWHERE says, else as parallel3d.deepspeed.X, else as parallel3d.X."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        top, _, rest = fullname.partition(".")
+        if top != _NAME:
+            return None
+        places = [_ELSEWHERE[rest]] if rest in _ELSEWHERE else [f"deepspeed.{rest}", rest]
+        for name in (f"parallel3d.{place}" for place in places):
+            try:
+                return spec_from_loader(fullname, _Alias(import_module(name)), is_package=True)
+            except ModuleNotFoundError as error:
+                if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                    raise  # the module is there, and lacks another one
+        return None
+
+
+def become_deepspeed(module: ModuleType) -> None:
+    """Give the module `deepspeed` the names and the modules of this package."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+    def find(name: str) -> Any:
+        own = import_module("parallel3d")
+        if not name.startswith("__") and hasattr(own, name):
+            return getattr(own, name)
+        try:
+            return import_module(f"{_NAME}.{name}")
+        except ModuleNotFoundError:
+            raise AttributeError(f"module {_NAME!r} of parallel3d has no attribute {name!r}") from None
+
+    vars(module).update(__getattr__=find, __version__=VERSION)

@@ -1,0 +1,1 @@
+"""`deepspeed.checkpoint`, as libraries name it."""

@@ -1,0 +1,1 @@
+"""`deepspeed.launcher`, as libraries name it."""

@@ -1,0 +1,20 @@
+"""`parallel3d.utils.logging`: the package's logger, and log_dist."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from parallel3d.comm.environment import get_rank, is_initialized
+
+logger = logging.getLogger("parallel3d")
+
+
+def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
+    """Log `message` on these ranks: on all for [-1] and before init_distributed, on none for None or [].
+
+    Messages below WARNING appear only where the script configures logging to show them.
+    """
+    chosen = list(ranks or ())
+    if not is_initialized() or chosen[:1] == [-1] or get_rank() in chosen:
+        logger.log(level, f"[rank {get_rank()}] {message}")

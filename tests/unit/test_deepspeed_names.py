@@ -1,0 +1,118 @@
+"""The distribution `deepspeed` of `p3d deepspeed install`: its names are the package's, and it replaces nothing."""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from warm import run_codes
+
+from parallel3d import cli
+from parallel3d.cli import deepspeed
+from parallel3d.deepspeed.aliases import VERSION
+
+IMPORTS = """
+import sys
+sys.path.insert(0, {site!r})
+from importlib.metadata import version
+import deepspeed
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from deepspeed.launcher.runner import DEEPSPEED_ENVIRONMENT_NAME
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.lr_schedules import CYCLE_MIN_LR, WARMUP_LR, WARMUP_MIN_LR
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
+from deepspeed.utils import logger, logging
+import parallel3d, parallel3d.pipe, parallel3d.zero, torch
+assert version("deepspeed") == deepspeed.__version__ == {version!r}
+assert deepspeed.pipe is parallel3d.pipe and deepspeed.zero is parallel3d.zero and deepspeed.comm is parallel3d.comm
+assert deepspeed.initialize is parallel3d.initialize and logging.logger is logger
+assert parallel3d.pipe.__name__ == parallel3d.pipe.__spec__.name == "parallel3d.pipe"
+assert "WarmupLR" in deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES
+assert (CYCLE_MIN_LR, WARMUP_LR, WARMUP_MIN_LR) == ("cycle_min_lr", "WarmupLR", "warmup_min_lr")
+assert checkpointing is parallel3d.checkpointing and DeepSpeedEngine is parallel3d.DeepSpeedEngine
+assert PipeModelDataParallelTopology is deepspeed.pipe.PipeModelDataParallelTopology
+assert get_accelerator().supported_dtypes() == [torch.float32, torch.bfloat16, torch.float16]
+assert get_accelerator().random() is torch.random
+row = torch.arange(6.0)[2:4]
+[kept] = clone_tensors_for_torch_save([row])
+assert kept.equal(row) and kept.untyped_storage().nbytes() == 8
+for wrong in ("import deepspeed.nowhere", "from deepspeed import nowhere", "deepspeed.nowhere"):
+    try:
+        exec(wrong)
+    except (ImportError, AttributeError) as error:
+        assert "nowhere" in str(error), error
+    else:
+        raise AssertionError(wrong)
+"""
+
+
+def test_all_imports_are_the_packages_own_modules(tmp_path: Path):
+    with zipfile.ZipFile(deepspeed.write_wheel(tmp_path)) as wheel:
+        wheel.extractall(tmp_path / "site")
+        assert wheel.testzip() is None
+    code = IMPORTS.format(site=str(tmp_path / "site"), version=VERSION)
+    [ended] = run_codes(code, tmp_path / "run", [{}])
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.fixture
+def pip(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands that would change this environment."""
+    called: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        called.append(command[1:])
+        return SimpleNamespace(returncode=0, stdout="", stderr="")
+
+    monkeypatch.setattr(deepspeed.subprocess, "run", run)
+    return called
+
+
+def distribution(monkeypatch: pytest.MonkeyPatch, directory: Path, version: str) -> None:
+    info = directory / f"deepspeed-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(str(directory))
+
+
+def test_it_is_installed_and_removed_by_pip(
+    pip: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert cli.main(["deepspeed", "remove"]) == 0
+    assert "there is no distribution deepspeed" in capsys.readouterr().out
+    assert cli.main(["deepspeed", "install"]) == 0
+    assert pip[-1][:4] == ["-m", "pip", "-q", "install"]
+    assert pip[-1][-1].endswith(f"deepspeed-{VERSION}-py3-none-any.whl")
+    distribution(monkeypatch, tmp_path, VERSION)
+    assert deepspeed.who_is_deepspeed() == f"this package's ({VERSION})"
+    assert cli.main(["deepspeed", "remove"]) == 0
+    assert pip[-1] == ["-m", "pip", "-q", "uninstall", "--yes", "deepspeed"]
+
+
+@pytest.mark.parametrize("action", ["install", "remove"])
+def test_an_installed_deepspeed_is_left_alone(
+    pip: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    action: str,
+):
+    distribution(monkeypatch, tmp_path, "0.19.8")
+    assert cli.main(["deepspeed", action]) == 2
+    assert "DeepSpeed 0.19.8 is installed in" in capsys.readouterr().err
+    assert pip == []
+    assert deepspeed.who_is_deepspeed() == "the original one's (0.19.8)"
+
+
+def test_what_pip_says_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert cli.main(["deepspeed", "install"]) == 2
+    assert "failed" in capsys.readouterr().err
