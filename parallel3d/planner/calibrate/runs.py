@@ -24,7 +24,6 @@ from parallel3d.planner.cluster.presets import preset_of
 from parallel3d.planner.network.links import Network
 from parallel3d.planner.predict.costs import StepPrediction
 from parallel3d.planner.predict.predict import Predictor
-from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.predict.timing import compute_seconds, exchange_seconds
 from parallel3d.planner.search.model import PlannedModel
 from parallel3d.planner.search.plan import prediction_of, profile_of
@@ -147,6 +146,7 @@ _COMPONENT_WORK = {
 }
 _ENDS = {Op.SEND_ACTIVATION: 1, Op.SEND_GRADIENT: -1}
 _COLLECTIVES = (Op.REDUCE_GRADS, Op.REDUCE_REPLICAS, Op.GATHER_PARAMS)
+_NO_CORRECTIONS = Calibration().model_dump_json(exclude={"device", "backend"})
 
 
 class RunPredictor:
@@ -158,9 +158,8 @@ class RunPredictor:
     def __init__(self, model: PlannedModel, cluster: Cluster):
         self._model, self._cluster = model, cluster
         self._networks: dict[str, Network] = {}
-        self._profiles: dict[tuple[str, bool], ModelProfile] = {}
-        # By id: a record, and its step without corrections, which each calibration is compared with.
-        self._plain: dict[int, tuple[RunRecord, Predictor, StepPrediction]] = {}
+        self._predictors: dict[tuple[str, bool], Predictor] = {}  # without corrections
+        self._uncorrected: dict[int, tuple[RunRecord, Predictor, StepPrediction]] = {}  # which keep the ids valid
 
     def predict(self, record: RunRecord, calibration: Calibration) -> tuple[Prediction, Mapping[str, float]]:
         """Return the prediction of the run's step, and the seconds of its instructions, named by kind_name."""
@@ -172,9 +171,7 @@ class RunPredictor:
     def parts(self, record: RunRecord, calibration: Calibration) -> PredictedRun:
         """Return the uncorrected parts of the run, and of its step along the path that is the longest when corrected."""
         _, predicted = self._predict_step(record, calibration)
-        if id(record) not in self._plain:
-            self._plain[id(record)] = record, *self._predict_step(record, Calibration())
-        _, plain, uncorrected = self._plain[id(record)]
+        plain, uncorrected = self._predict_step(record, Calibration())
         components = cache(partial(_components, plain, uncorrected))
         kinds = dict.fromkeys(i._replace(micro_batch=0) for rank in predicted.program.instructions for i in rank)
         cost, host = predicted.cost.cost(), predicted.cost.host()
@@ -203,16 +200,23 @@ class RunPredictor:
                 f"the run {record.layout} had {layout.world_size} ranks, but {self._cluster.name} has "
                 f"{len(self._cluster.gpus)} GPUs; give the run's cluster by --cluster"
             )
-        corrections = calibration.model_dump_json()
+        corrections = calibration.model_dump_json(exclude={"device", "backend"})
+        if corrections == _NO_CORRECTIONS and id(record) in self._uncorrected:
+            return self._uncorrected[id(record)][1:]
         if corrections not in self._networks:
             self._networks[corrections] = Network(calibration.correct_cluster(self._cluster))
         key = json.dumps(record.config, sort_keys=True, default=str), model is self._model
-        if key not in self._profiles:
-            self._profiles[key] = profile_of(model, self._cluster, load(record.config))
-        predictor = Predictor(model, self._profiles[key], self._networks[corrections], calibration)
+        if key not in self._predictors:
+            profile = profile_of(model, self._cluster, load(record.config))
+            self._predictors[key] = Predictor(model, profile, Network(self._cluster))
+        like = self._predictors[key]
+        predictor = Predictor(model, like.profile(), self._networks[corrections], calibration, like=like)
         placement = placement_of(layout.placement, layout.stages, layout.chunks)
         compute = None if record.program is None else from_lists(record.program, placement)
-        return predictor, predictor.predict(layout, bounds=record.bounds, compute=compute)
+        predicted = predictor.predict(layout, bounds=record.bounds, compute=compute)
+        if corrections == _NO_CORRECTIONS:
+            self._uncorrected[id(record)] = record, predictor, predicted
+        return predictor, predicted
 
     def _model_of(self, record: RunRecord) -> PlannedModel:
         """Return the model as it is, or in half blocks if those ran."""

@@ -66,6 +66,7 @@ class ModelProfile:
         self._on_meta = device == "cuda" and self.precision.autocast is None
         self._counter = OperatorCounter(INSTEAD, fuses)
         self._losses: dict[Any, LayerProfile] = {}
+        self._in_other_layers: dict[tuple[int, ...], ModelProfile] = {}
         self._slicings: dict[_Slicing, ModelTraces] = {}
         self._profiles: dict[tuple[_Slicing, int, bool], tuple[LayerProfile, ...]] = {}
         self._parameters: dict[object, list[list[ParameterInfo]]] = {}
@@ -74,10 +75,12 @@ class ModelProfile:
 
     def of_layers(self, layers: Sequence[Layer]) -> ModelProfile:
         """Return the profile of the same model in other layers, for both of which the loss is traced once."""
-        traced = self._traceable
-        other = ModelProfile(layers, *traced.sample, traced.loss_fn, self.config, self.device)
-        other._losses = self._losses
-        return other
+        traced, key = self._traceable, tuple(map(id, layers))  # the profile keeps the layers
+        if key not in self._in_other_layers:
+            other = ModelProfile(layers, *traced.sample, traced.loss_fn, self.config, self.device)
+            other._losses = self._losses
+            self._in_other_layers[key] = other
+        return self._in_other_layers[key].with_zero(self.config)
 
     def with_zero(self, config: Config) -> ModelProfile:
         """Return the profile, with the same traces, under a configuration that differs in zero_optimization alone."""

@@ -65,7 +65,8 @@ class Question:
 class Planner:
     """Answers one question. Raises ConfigError if it has no answer.
 
-    like: planner of a question that differs in what is fixed and in zero_optimization alone: its traces are used again.
+    like: planner of the same model on the same kind of device, whose configuration differs in zero_optimization alone: its
+    traces are used again.
     """
 
     def __init__(self, question: Question, like: Planner | None = None):

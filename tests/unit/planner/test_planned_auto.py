@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from test_search import hosts, small_model
+from test_search import hosts, planner_of, small_model
 
 from parallel3d.config.layout import Layout, parse_layout
 from parallel3d.planner.cluster.file import load_cluster
 from parallel3d.planner.predict.costs import StepPrediction
-from parallel3d.planner.search.plan import Planner, Question, is_quick, with_auto
+from parallel3d.planner.search.plan import is_quick, with_auto
 from parallel3d.planner.search.search import evaluate
 from parallel3d.schedule.instructions import COMPUTE_OPS, Program
 from parallel3d.schedule.order import validate
@@ -18,7 +18,7 @@ def planned(text: str, memory: str | None = None) -> tuple[StepPrediction, StepP
     """(as named, with "auto") of one layout of 4 GPUs in a row."""
     fixed = parse_layout(text)
     model = small_model(layers=16)
-    planner = Planner(Question(model, load_cluster(hosts(1, memory)), 8, fixed=fixed))
+    planner = planner_of(model, load_cluster(hosts(1, memory)), 8, fixed=fixed)
     layout = next(found for k in range(len(planner.space)) if (found := planner.space.layout(k)).recompute == 0)
     named = evaluate(planner.predictor, layout)
     auto = with_auto(planner.predictor, named)
@@ -54,7 +54,7 @@ def test_it_keeps_within_the_devices_memory() -> None:
 
 
 def test_a_single_stage_has_none() -> None:
-    planner = Planner(Question(small_model(), load_cluster(hosts(1)), 8, fixed=parse_layout("dp4")))
+    planner = planner_of(small_model(), load_cluster(hosts(1)), 8, fixed=parse_layout("dp4"))
     assert with_auto(planner.predictor, evaluate(planner.predictor, planner.space.layout(0))) is None
 
 
@@ -65,7 +65,7 @@ def test_short_pipelines_are_quick() -> None:
 
 def test_who_asks_for_it_gets_nothing_else() -> None:
     cluster = load_cluster(hosts(1))
-    asked = Planner(Question(small_model(), cluster, 16, fixed=parse_layout("pp4,auto"))).answer()
+    asked = planner_of(small_model(), cluster, 16, fixed=parse_layout("pp4,auto")).answer()
     assert {prediction.schedule for prediction in asked.best} == {"auto"}
     pipeline = asked.config["pipeline"]
     assert (pipeline["stages"], pipeline["schedule"]) == (4, "auto")
@@ -79,7 +79,7 @@ def test_the_best_pipeline_is_planned_with_it_where_that_is_quick_or_asked_for(
     monkeypatch.setattr("parallel3d.planner.search.plan._QUICK", 0 if every else 160)
     fixed = parse_layout("pp4,m16")
     answers = [
-        Planner(Question(small_model(), load_cluster(hosts(1)), 16, fixed=fixed, every_auto=asked)).answer()
+        planner_of(small_model(), load_cluster(hosts(1)), 16, fixed=fixed, every_auto=asked).answer()
         for asked in (False, True)
     ]
     has_auto = ["auto" in {prediction.schedule for prediction in answer.best} for answer in answers]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from planner_clusters import with_quick_hosts
-from test_search import of_blocks, small_model
+from test_search import of_blocks, small_model, traced
 
 from parallel3d.config.layout import parse_layout
 from parallel3d.planner.cluster.file import load_cluster
@@ -33,11 +33,12 @@ def planner_of(
     words: str, zero: dict[str, Any], gpus: int = 1, batch: int = 4, layers: int = LAYERS, **device: Any
 ) -> Planner:
     model = small_model(seq=64, layers=layers)
+    like = traced(model)
     model = replace(model, config={**model.config, "zero_optimization": {"sub_group_size": 100_000, **zero}})
     host = {"gpus": [{"device": "slow", "count": gpus}], "nvlink": {"bandwidth": "400 GB/s"}}
     devices = {"slow": {"base": "H200", **RATES, **device}}
     cluster = load_cluster({"devices": devices, "hosts": [{"pcie": {"bandwidth": "50 GB/s"}, **host}]})
-    return Planner(Question(model, with_quick_hosts(cluster), batch, fixed=parse_layout(words)))
+    return Planner(Question(model, with_quick_hosts(cluster), batch, fixed=parse_layout(words)), like)
 
 
 def predicted(words: str, zero: dict[str, Any], **more: Any) -> StepPrediction:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from planner_clusters import with_quick_hosts
-from test_search import hosts, of_blocks, small_model
+from test_search import hosts, of_blocks, small_model, traced
 
 from parallel3d.config import load
 from parallel3d.config.layout import Layout, parse_layout
@@ -27,8 +27,9 @@ def planner_of(
     """Four GPUs of a host that calls operators in no time, and a model of 24 blocks with short samples."""
     model, cluster = small_model(seq=64, layers=24), hosts(1, memory)
     cluster["hosts"][0]["nvlink"] = {"bandwidth": bandwidth}
+    like = traced(model) if config.keys() <= {"zero_optimization"} else None
     model = replace(model, config={**model.config, **config})
-    return Planner(Question(model, with_quick_hosts(load_cluster(cluster)), batch, fixed=parse_layout(words)))
+    return Planner(Question(model, with_quick_hosts(load_cluster(cluster)), batch, fixed=parse_layout(words)), like)
 
 
 def every(planner: Planner) -> list[StepPrediction]:

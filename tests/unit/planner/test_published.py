@@ -234,14 +234,17 @@ def measured() -> list[tuple[str, int, float]]:
 
 
 @cache
-def profile_of_7b(compiled: bool, bf16: bool, units: str, each: bool) -> tuple[PlannedModel, ModelProfile]:
+def predictor_of_7b(compiled: bool, bf16: bool, units: str, each: bool) -> Predictor:
     given = {"data_types": {"grad_accum_dtype": "bf16"}} if bf16 else {}
     model = load_model(
         "7b", 4096, {**given, "zero_optimization": {"reduce_per_micro_batch": "auto" if each else False}}
     )
     model = replace(model, layers=decoder(MODELS["7b"], units=units))
     config = config_of({**model.config, "compile": {"enabled": compiled}})
-    return model, ModelProfile(model.layers, *model.sample(1), model.loss_fn, config)
+    profiled = ModelProfile(model.layers, *model.sample(1), model.loss_fn, config)
+    predictor = Predictor(model, profiled, network("4xH200"))
+    predictor._programs = PROGRAMS
+    return predictor
 
 
 def layout_of(case: Case, micro_batches: int) -> Layout:
@@ -269,8 +272,7 @@ def test_a_measured_step_is_predicted(name: str, micro_batches: int, seconds: fl
     # Stage 2 reduces in every micro-batch where its gradients are large, which those in bf16 weren't.
     bf16 = "bf16acc" in case.options
     each = "permicro" in case.options or not bf16
-    predictor = Predictor(*profile_of_7b("compile" in case.options, bf16, units, each), network("4xH200"))
-    predictor._programs = PROGRAMS
+    predictor = predictor_of_7b("compile" in case.options, bf16, units, each)
     balanced = bool({"weights", "profile"} & case.options)
     bounds = None if balanced else equal_block_bounds(32, case.pp * case.chunks, behind=2)
     predicted = predictor.predict(layout_of(case, micro_batches), bounds=bounds)
@@ -288,21 +290,27 @@ def offloaded() -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("name", "micro_batches", "case"), offloaded())
-def test_a_measured_step_with_offload_is_predicted(name: str, micro_batches: int, case: dict[str, Any]):
-    words, size = shlex.split(case["command"]), SIZES[name]
-    config = json.loads(words[words.index("--config") + 1]) if "--config" in words else {}
-    zero = {**config.get("zero_optimization", {}), "stage": case["zero"]}
-    offload = zero.get("offload_optimizer", {})
-    if offload.get("ratio") == "auto":  # what stayed on the host
-        offload["ratio"] = case["memory_mib"]["host"] / case["memory_mib"]["host predicted"]
-    given = {"data_types": {"grad_accum_dtype": "bf16"}, "compile": {"enabled": True}, "zero_optimization": zero}
+@cache
+def profile_with_offload(name: str) -> tuple[PlannedModel, ModelProfile]:
+    size, given = SIZES[name], {"data_types": {"grad_accum_dtype": "bf16"}, "compile": {"enabled": True}}
 
     def sample(count: int) -> tuple[Tensor, Tensor]:
         return fixed_batch(size, count, 1, seed=0)[0]
 
     model = PlannedModel(name, decoder_layers(size, "block"), loss_fn, sample, size.seq, {**DEFAULTS, **given})
-    profiled = ModelProfile(model.layers, *sample(1), model.loss_fn, config_of(model.config))
+    return model, ModelProfile(model.layers, *sample(1), model.loss_fn, config_of(model.config))
+
+
+@pytest.mark.parametrize(("name", "micro_batches", "case"), offloaded())
+def test_a_measured_step_with_offload_is_predicted(name: str, micro_batches: int, case: dict[str, Any]):
+    words = shlex.split(case["command"])
+    config = json.loads(words[words.index("--config") + 1]) if "--config" in words else {}
+    zero = {**config.get("zero_optimization", {}), "stage": case["zero"]}
+    offload = zero.get("offload_optimizer", {})
+    if offload.get("ratio") == "auto":  # what stayed on the host
+        offload["ratio"] = case["memory_mib"]["host"] / case["memory_mib"]["host predicted"]
+    model, profiled = profile_with_offload(name)
+    profiled = profiled.with_zero(config_of({**model.config, "zero_optimization": zero}))
     predictor = Predictor(model, profiled, network("1xH200" if name == "13b" else "1xH100"))
     predictor._programs = PROGRAMS
     layout = parse_layout("pp1,mb1" + ",zero3" * (case["zero"] == 3))

@@ -16,6 +16,7 @@ from parallel3d.config.layout import parse_layout
 from parallel3d.errors import ConfigError
 from parallel3d.models import DecoderConfig, decoder
 from parallel3d.planner.calibrate.calibration import Calibration, Factor
+from parallel3d.planner.cluster.cluster import Cluster
 from parallel3d.planner.cluster.file import load_cluster
 from parallel3d.planner.predict.costs import StepPrediction
 from parallel3d.planner.predict.predict import Predictor
@@ -61,6 +62,20 @@ def small_model(seq: int = 256, vocab: int = 1024, layers: int = 6, tied: bool =
     return PlannedModel("small", decoder(config), causal_lm_loss, sample, seq, DEFAULTS, halves)
 
 
+_TRACED: dict[int, Planner] = {}  # by the id of the model, which the planner keeps
+
+
+def traced(model: PlannedModel) -> Planner:
+    """A planner of the model, whose traces others use again."""
+    if id(model) not in _TRACED:
+        _TRACED[id(model)] = Planner(Question(model, load_cluster(hosts(1)), 4))
+    return _TRACED[id(model)]
+
+
+def planner_of(model: PlannedModel, cluster: Cluster, batch: int, **more: Any) -> Planner:
+    return Planner(Question(model, cluster, batch, **more), traced(model))
+
+
 def of_blocks(planner: Planner) -> Space:
     """The planner's space without layouts of half blocks."""
     return planner.space.where(planner.space.halves == 0)
@@ -77,7 +92,7 @@ def every_prediction(planner: Planner) -> dict[str, tuple[float, bool]]:
 
 @pytest.mark.parametrize(("memory", "batch"), [(None, 4), ("1.4 GB", 8)])
 def test_the_search_finds_the_shortest_of_all_layouts_that_fit(memory: str | None, batch: int) -> None:
-    planner = Planner(Question(small_model(), load_cluster(hosts(1, memory)), batch))
+    planner = planner_of(small_model(), load_cluster(hosts(1, memory)), batch)
     search = BranchAndBound(planner.predictor, of_blocks(planner))
     found = search.run()
     everything = every_prediction(planner)
@@ -90,7 +105,7 @@ def test_the_search_finds_the_shortest_of_all_layouts_that_fit(memory: str | Non
 
 def test_what_passing_micro_batches_rule_out_is_not_among_the_best() -> None:
     """Few micro-batches for many stages, so that a micro-batch's way is longer than a stage's work."""
-    planner = Planner(Question(small_model(seq=2048, layers=14), load_cluster(hosts(4)), 8))
+    planner = planner_of(small_model(seq=2048, layers=14), load_cluster(hosts(4)), 8)
     searches = [BranchAndBound(planner.predictor, of_blocks(planner), num_best=2) for _ in range(2)]
     searches[0].bounds.passing[:] = 0.0
     every, few = ([c.layout.text for c in listed(search.run(), 2)] for search in searches)
@@ -103,7 +118,7 @@ def test_layers_are_split_within_the_devices_memory() -> None:
 
     def found(memory: str | None) -> StepPrediction:
         model = small_model(vocab=40_000)
-        planner = Planner(Question(model, load_cluster(hosts(1, memory)), 16, fixed=parse_layout("pp4,1f1b,m16,mb1")))
+        planner = planner_of(model, load_cluster(hosts(1, memory)), 16, fixed=parse_layout("pp4,1f1b,m16,mb1"))
         layout = next(found for k in range(len(planner.space)) if (found := planner.space.layout(k)).recompute == 0)
         return evaluate(planner.predictor, layout)
 
@@ -121,7 +136,7 @@ def test_several_layers_are_recomputed_together_where_that_alone_fits() -> None:
     fixed = parse_layout("pp4,1f1b,m8,mb1")
 
     def planner(memory: str | None) -> Planner:
-        return Planner(Question(small_model(16_384, 64, 96), load_cluster(hosts(1, memory)), 8, fixed=fixed))
+        return planner_of(small_model(16_384, 64, 96), load_cluster(hosts(1, memory)), 8, fixed=fixed)
 
     free = planner(None)
     fullest = {
@@ -143,7 +158,7 @@ def test_tensor_ranks_are_powers_of_two_or_fill_a_host(gpus: int, tensor_ranks: 
 
 def test_what_is_refused_is_what_predictions_say_not_to_fit() -> None:
     """By bytes scaled from those of one sample, without a program."""
-    planner = Planner(Question(small_model(), load_cluster(hosts(1, "1.55 GB")), 16))
+    planner = planner_of(small_model(), load_cluster(hosts(1, "1.55 GB")), 16)
     refused = 0
     space = of_blocks(planner)
     for k in range(0, len(space), 3):
@@ -157,7 +172,7 @@ def test_what_is_refused_is_what_predictions_say_not_to_fit() -> None:
 @pytest.mark.parametrize("idle", [0.0, 0.6])
 def test_no_prediction_is_below_its_bounds(idle: float) -> None:
     calibration = Calibration(idle=Factor(value=idle, low=idle, high=idle))
-    planner = Planner(Question(small_model(), load_cluster(hosts(2)), 16, calibration=calibration))
+    planner = planner_of(small_model(), load_cluster(hosts(2)), 16, calibration=calibration)
     search = BranchAndBound(planner.predictor, of_blocks(planner))
     for k in range(0, len(search.space), 19):
         outlook = planner.predictor.predict(search.space.layout(k))
@@ -168,7 +183,7 @@ def test_no_prediction_is_below_its_bounds(idle: float) -> None:
 
 
 def test_a_tied_weight_is_held_once_where_one_stage_has_both_ends() -> None:
-    planner = Planner(Question(small_model(seq=8, vocab=100_000, layers=1, tied=True), load_cluster(hosts(1)), 16))
+    planner = planner_of(small_model(seq=8, vocab=100_000, layers=1, tied=True), load_cluster(hosts(1)), 16)
     blocks = of_blocks(planner)
     one_stage = blocks.where(blocks.stages == 1)
     bounds = BranchAndBound(planner.predictor, one_stage).bounds
@@ -187,7 +202,7 @@ def test_a_step_is_no_shorter_than_a_host_needs_to_call_it(layout: str) -> None:
             "hosts": [{"gpus": [{"device": "slow", "count": 4}], "nvlink": {"bandwidth": "400 GB/s"}}],
         }
     )
-    planner = Planner(Question(small_model(), cluster, 8))
+    planner = planner_of(small_model(), cluster, 8)
     given = parse_layout(layout)
     outlook = planner.predictor.predict(given)
     splits = "zb" in layout
@@ -198,7 +213,7 @@ def test_a_step_is_no_shorter_than_a_host_needs_to_call_it(layout: str) -> None:
     ]
     busiest = max(sum(operators[a:b]) for a, b in pairwise(outlook.split.bounds))
     assert outlook.makespan == pytest.approx(8 * each * busiest, rel=0.05)
-    quick = Planner(Question(small_model(), with_quick_hosts(cluster), 8)).predictor.predict(given)
+    quick = planner_of(small_model(), with_quick_hosts(cluster), 8).predictor.predict(given)
     assert outlook.hosts == pytest.approx(outlook.makespan - quick.makespan, rel=1e-6)
     assert outlook.breakdown()["host"] == outlook.hosts > 0.9 * outlook.makespan
 
@@ -207,7 +222,7 @@ def test_what_idles_computes_faster_where_runs_say_so() -> None:
     def predicted(layout: str, idle: float) -> StepPrediction:
         calibration = Calibration(idle=Factor(value=idle, low=idle, high=idle))
         cluster = with_quick_hosts(load_cluster(hosts(1)))
-        planner = Planner(Question(small_model(), cluster, 8, calibration=calibration))
+        planner = planner_of(small_model(), cluster, 8, calibration=calibration)
         given = parse_layout(layout)
         return planner.predictor.predict(given)
 
@@ -220,7 +235,7 @@ def test_what_idles_computes_faster_where_runs_say_so() -> None:
 
 
 def answer(cluster: Any, batch: int = 16, **more: Any) -> PlanResult:
-    return Planner(Question(small_model(), load_cluster(cluster), batch, **more)).answer()
+    return planner_of(small_model(), load_cluster(cluster), batch, **more).answer()
 
 
 def test_the_same_input_gives_the_same_bytes_in_any_order_of_hosts() -> None:
@@ -228,7 +243,7 @@ def test_the_same_input_gives_the_same_bytes_in_any_order_of_hosts() -> None:
     slow = cluster["hosts"][1]
     cluster["hosts"][1] = {**slow, "nics": [{"bandwidth": "12 GB/s", "count": 4}]}
     one = answer(cluster, 8).model_dump_json()
-    assert answer(cluster, 8).model_dump_json() == one
+    assert Planner(Question(small_model(), load_cluster(cluster), 8)).answer().model_dump_json() == one
     assert answer({**cluster, "hosts": cluster["hosts"][::-1]}, 8).model_dump_json() == one
 
 
@@ -260,7 +275,7 @@ def test_gpipe_is_planned_where_it_is_asked_for_and_holds_what_its_program_does(
     model = small_model(2048)
 
     def best(words: str) -> Prediction:
-        return Planner(Question(model, load_cluster(hosts(1)), 64, fixed=parse_layout(words))).answer().best[0]
+        return planner_of(model, load_cluster(hosts(1)), 64, fixed=parse_layout(words)).answer().best[0]
 
     gpipe, plain = best("pp2,dp2,zero0,gpipe,m32,mb1,ckpt0"), best("pp2,dp2,zero0,1f1b,m32,mb1,ckpt0")
     assert gpipe.schedule == "gpipe"
@@ -268,16 +283,16 @@ def test_gpipe_is_planned_where_it_is_asked_for_and_holds_what_its_program_does(
     assert plain.seconds <= gpipe.seconds <= 1.15 * plain.seconds
     held = [prediction.memory[0].parts["activations"] for prediction in (gpipe, plain)]
     assert held[0] == pytest.approx(16 * held[1], rel=0.1)
-    everything = Planner(Question(model, load_cluster(hosts(1)), 64)).space
+    everything = planner_of(model, load_cluster(hosts(1)), 64).space
     assert set(everything.zero[everything.all_in_flight]) == {3}
 
 
 @pytest.mark.parametrize("words", ["pp2,interleaved,chunks5", "pp2,mb24,m2", "pp2,ckpt3", "pp2,zb-looped,chunks5"])
 def test_what_is_not_looked_at_otherwise_is_planned_where_it_is_asked_for(words: str) -> None:
     model, cluster, fixed = small_model(layers=12), load_cluster(hosts(1)), parse_layout(words)
-    best = Planner(Question(model, cluster, 96, fixed=fixed)).answer().best[0]
+    best = planner_of(model, cluster, 96, fixed=fixed).answer().best[0]
     assert set(words.split(",")) <= set(best.layout.split(","))
-    usual = Planner(Question(model, cluster, 96)).space
+    usual = planner_of(model, cluster, 96).space
     assert not {(5, "interleaved"), (5, "zb-looped")} & {
         (VARIANTS[k].chunks, VARIANTS[k].schedule) for k in usual.variant
     }
@@ -286,7 +301,7 @@ def test_what_is_not_looked_at_otherwise_is_planned_where_it_is_asked_for(words:
 
 
 def test_layers_of_half_blocks_are_recomputed_together_up_to_four_blocks() -> None:
-    space = Planner(Question(small_model(layers=20), load_cluster(hosts(1)), 8)).space
+    space = planner_of(small_model(layers=20), load_cluster(hosts(1)), 8).space
     assert [sorted(set(space.recompute[space.halves == k].tolist())) for k in (0, 1)] == [[0, 1, 2, 4], [0, 1, 2, 4, 8]]
 
 
@@ -364,7 +379,7 @@ def test_sharded_weights_are_planned_where_they_are_asked_for() -> None:
     model = replace(model, config={**model.config, "zero_optimization": {"stage3_max_live_parameters": 10_000_000}})
 
     def best(words: str) -> Prediction:
-        return Planner(Question(model, load_cluster(hosts(1)), 4, fixed=parse_layout(words))).answer().best[0]
+        return planner_of(model, load_cluster(hosts(1)), 4, fixed=parse_layout(words)).answer().best[0]
 
     two, three = best("dp4,mb1,ckpt1,zero2"), best("dp4,mb1,ckpt1,zero3")
     assert "zero3" in three.layout
