@@ -72,7 +72,7 @@ def run_job(directory: Path, module: str, configs: dict[str, dict[str, Any] | No
     arguments = str(model_directory(directory / "model")), str(directory), json.dumps(configs)
     code = f"import sys; sys.path[:0] = {paths!r}\nfrom {module} import main\nmain(*{arguments!r})"
     ranks = [{**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
-    for ended in run_codes(code, directory / f"ranks of {world}", ranks):
+    for ended in run_codes(code, directory / f"ranks of {world}", ranks, most_seconds=400):
         assert ended.returncode == 0, ended.stderr
     found: dict[str, Any] = json.loads((directory / "found.json").read_text())
     return found

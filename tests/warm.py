@@ -56,7 +56,9 @@ def _run_code(folder: str, environment: dict[str, str], code: str) -> None:
     run_and_end(exec, (code, {"__name__": "__main__"}))
 
 
-def run_codes(code: str, folder: Path, environments: Sequence[dict[str, str]]) -> list[CompletedProcess[str]]:
+def run_codes(
+    code: str, folder: Path, environments: Sequence[dict[str, str]], most_seconds: float = 100
+) -> list[CompletedProcess[str]]:
     """Run `python -c code` in each environment, all at once, from a process that has imported torch."""
     processes = []
     for k, environment in enumerate(environments):
@@ -66,7 +68,7 @@ def run_codes(code: str, folder: Path, environments: Sequence[dict[str, str]]) -
         processes[-1].start()
     done = []
     for k, process in enumerate(processes):
-        process.join(100)
+        process.join(most_seconds)
         process.kill()
         process.join()
         out, err = ((folder / str(k) / name).read_text() for name in ("out", "err"))
