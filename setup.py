@@ -27,7 +27,7 @@ class BuildWithKernels(build_py):
             sys.modules["parallel3d"] = package = ModuleType("parallel3d")
             package.__path__ = [str(ROOT / "parallel3d")]
         from parallel3d.errors import KernelError
-        from parallel3d.kernels.library import build
+        from parallel3d.kernels.cuda_library import build
 
         try:
             print(f"CUDA kernels: {build(carried)}")

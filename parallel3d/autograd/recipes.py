@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +15,12 @@ from parallel3d.fake_device import on_cuda
 _HAS_MIXED_MM = all("dtype_out" in op.overloads() for op in (torch.ops.aten.mm, torch.ops.aten.addmm))
 
 
-class Recipe:
+class Recipe(ABC):
     """Gradient to be added to an accumulator. All recipes but Value compute it when it is added."""
 
+    @abstractmethod
     def value(self) -> Tensor:
         """Return the gradient, differentiable, as autograd computes it."""
-        raise NotImplementedError
 
     def put(self, accumulator: Tensor, adds: bool) -> None:
         """accumulator += value if `adds`, else accumulator = value."""

@@ -20,7 +20,7 @@ from parallel3d.comm.peer.streams import check_copies
 from parallel3d.comm.peer.symmetric import Unavailable, check_device, check_hosts, check_peers
 from parallel3d.config import Config, load_sections
 from parallel3d.errors import ConfigError
-from parallel3d.kernels.library import build, find_library, find_nvcc, open_library
+from parallel3d.kernels.cuda_library import build, find_library, find_nvcc, open_library
 from parallel3d.kernels.workspace import check_kernels, check_ranks
 
 _WIDTH = 140  # width of the table without a terminal

@@ -18,7 +18,7 @@ from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.peer.symmetric import Unavailable, first_unavailable
 from parallel3d.config import KernelsConfig
 from parallel3d.errors import ConfigError
-from parallel3d.kernels.library import addresses, check, load_library
+from parallel3d.kernels.cuda_library import addresses, check, load_library
 from parallel3d.kernels.reduce_scatter import ReduceScatter
 from parallel3d.kernels.workspace import (
     DTYPES,
@@ -130,7 +130,7 @@ class FusedAdamW:
             world, index = workspace.group.size, workspace.group.index
             peers = workspace.pads, workspace.state, workspace.report, int(workspace.limit_s * 1e9)
             stream = workspace.follow()
-        # Arguments in the groups that the comment in kernels/library.py describes.
+        # Arguments in the groups that the comment in kernels/cuda_library.py describes.
         kind = (DTYPES[bucket.weight_dtype], bucket.gradient_dtype != bucket.weight_dtype, world, index)
         parts = (laid.table.data_ptr(), laid.vectors)
         launch = (_MAX_BLOCKS, self._device.index, stream)

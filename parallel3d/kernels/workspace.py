@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -27,7 +28,7 @@ from parallel3d.comm.peer.symmetric import (
     map_memory,
 )
 from parallel3d.errors import CommunicationError, KernelError
-from parallel3d.kernels.library import addresses, check, load_library
+from parallel3d.kernels.cuda_library import addresses, check, load_library
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -182,7 +183,7 @@ class Call:
     two_shot: bool = False
 
 
-class PeerKernel:
+class PeerKernel(ABC):
     """Kernel that the ranks of a group call together; every rank makes the same calls in the same order.
 
     If a peer is later than the workspace's limit, the result is NaN, and the next call raises. Made by `open`.
@@ -235,13 +236,13 @@ class PeerKernel:
         warn_unavailable(groups, cls.key, opened, f"{groups.backend} {cls.instead}")
         return None
 
+    @abstractmethod
     def try_out(self) -> bool:
         """Return whether results of every kind are right; may raise CommunicationError and KernelError.
 
         Waits for the device, and loads all that is launched later: loading in a step, where a kernel may be waiting for another
         rank, could block for ever.
         """
-        raise NotImplementedError
 
     def _launch(self, call: Call, stream: int, *arguments: Any) -> None:
         """Launch one call on a stream that follows the earlier ones. Raises KernelError.

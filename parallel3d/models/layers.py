@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -54,7 +55,7 @@ def close_stream(x: Stream) -> Travels:
     return x.hidden if all(other is None for other in x[1:]) else x
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(nn.Module, ABC):
     """A layer of a decoder, which knows how Hugging Face stores its parameters.
 
     A subclass makes its modules in `_make`. Its weights are then read (later, where the context says so) or drawn; on the meta
@@ -93,9 +94,9 @@ class DecoderLayer(nn.Module):
         else:
             self._draw()
 
+    @abstractmethod
     def _make(self) -> None:
         """Make the modules of the layer."""
-        raise NotImplementedError
 
     def stored(self) -> LayerNames:
         """Return how each parameter is stored in a Hugging Face checkpoint."""

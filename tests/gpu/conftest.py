@@ -10,7 +10,7 @@ import pytest
 import torch
 from ranks import RankPool
 
-from parallel3d.kernels.library import build, find_library, find_nvcc
+from parallel3d.kernels.cuda_library import build, find_library, find_nvcc
 
 # For deterministic algorithms; cuBLAS reads it when a worker first multiplies.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -15,7 +15,7 @@ from parallel3d.cli.kernels import examine
 from parallel3d.comm.peer import streams
 from parallel3d.config import load
 from parallel3d.errors import KernelError
-from parallel3d.kernels import library, workspace
+from parallel3d.kernels import cuda_library, workspace
 
 Host = Callable[..., None]
 ASKED = load({"kernels": {"all_reduce": True}})
@@ -40,9 +40,9 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a.index, b) not in unreached)
         monkeypatch.setattr(streams, "_driver", lambda: ctypes.CDLL("absent.so" if not driver else None))
-        monkeypatch.setattr(workspace, "load_library", object if compiled else library.load_library.__wrapped__)
-        monkeypatch.setattr(library, "find_library", lambda: None)
-        monkeypatch.setattr(library, "find_nvcc", lambda: nvcc)
+        monkeypatch.setattr(workspace, "load_library", object if compiled else cuda_library.load_library.__wrapped__)
+        monkeypatch.setattr(cuda_library, "find_library", lambda: None)
+        monkeypatch.setattr(cuda_library, "find_nvcc", lambda: nvcc)
 
     return make
 

@@ -17,9 +17,8 @@ from warm import run_codes
 
 from parallel3d.cli import main
 from parallel3d.errors import KernelError
-from parallel3d.kernels import library as kernel_library
-from parallel3d.kernels.fused_adamw import MAX_GROUPS
-from parallel3d.kernels.library import (
+from parallel3d.kernels import cuda_library as kernel_library
+from parallel3d.kernels.cuda_library import (
     FUNCTIONS,
     build,
     check,
@@ -29,6 +28,7 @@ from parallel3d.kernels.library import (
     open_library,
     source_files,
 )
+from parallel3d.kernels.fused_adamw import MAX_GROUPS
 
 ROOT = Path(__file__).parents[3]
 needs_nvcc = pytest.mark.skipif(find_nvcc() is None, reason="there is no nvcc on this machine")
@@ -182,7 +182,7 @@ def test_a_stale_library_is_not_found(cache: Path, tmp_path: Path, monkeypatch: 
 def test_several_processes_build_at_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sees a whole library or none, and nothing else stays behind."""
     fake_nvcc(tmp_path, monkeypatch, "echo half > $target; sleep 0.3; echo whole >> $target")
-    script = "from parallel3d.kernels.library import build; print(build().read_text().split())"
+    script = "from parallel3d.kernels.cuda_library import build; print(build().read_text().split())"
     with ThreadPoolExecutor(1) as pool:
         runs = pool.submit(run_codes, script, tmp_path / "runs", [dict(os.environ)] * 3)
         while not runs.done():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.kernels.library import find_nvcc, source_files
+from parallel3d.kernels.cuda_library import find_nvcc, source_files
 
 HERE = Path(__file__).parent
 SANITIZER = ("-Xcompiler", "-fsanitize=thread", "-Xlinker", "-ltsan")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from parallel3d.comm.collectives import Group
 from parallel3d.kernels import fused_adamw
 from parallel3d.kernels.all_reduce import HALF_BYTES, AllReduce
-from parallel3d.kernels.library import FUNCTIONS, addresses
+from parallel3d.kernels.cuda_library import FUNCTIONS, addresses
 from parallel3d.kernels.reduce_scatter import ReduceScatter
 from parallel3d.kernels.workspace import SymmetricWorkspace
 from parallel3d.parameters import ParameterInfo
