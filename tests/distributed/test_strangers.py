@@ -53,19 +53,24 @@ def test_a_rank_without_the_jobs_token_is_refused(run_ranks, tokens: list[str | 
             assert message is None
 
 
+class ForgedStore:
+    """A store in which the content of the second rank's value is another one than it has signed."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value[:-4] + "AAAA" if key == "0/1/0" else value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
 def decide_with_a_stranger(forged: bool) -> Any:
-    """The second rank's value is replaced in the store, before the first rank reads it."""
     groups = ProcessGroups(PipeDataParallelTopology(num_pp=2, num_dp=1))
     decision = CollectiveDecision(groups.control, "strangers", 20.0)
-    if groups.rank == 1:
-        put = decision._put
-
-        def put_and_replace(key: str, value: Any) -> None:
-            put(key, value)
-            if forged and key == "0/1":
-                decision._store.set(f"{key}/0", decision._store.get(f"{key}/0").decode()[:-4] + "AAAA")
-
-        decision._put = put_and_replace
+    if groups.rank == 1 and forged:
+        decision._store = ForgedStore(decision._store)  # type: ignore[assignment]
     os.environ[TOKEN] = "secret"
     try:
         return decision.make("a choice", groups.rank, lambda values: values[::-1])
