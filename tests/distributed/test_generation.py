@@ -6,11 +6,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from hf_models import VOCAB, make_model, token_ids
 from torch import Tensor, nn
 
 import parallel3d
+from parallel3d.errors import ConfigError
 from parallel3d.models import from_hf
 from parallel3d.pipe import PipelineModule
 
@@ -100,3 +102,49 @@ def test_every_layout_says_what_transformers_says(run_ranks, full: bool):
             if lengths:  # each prompt once, and then one token a step
                 assert lengths.count(SEQ) == 3
                 assert set(lengths) == {SEQ, 1}
+
+
+def refusals() -> tuple[list[str], Tensor]:
+    """Return the errors of bad requests on one of 2 stages; also what a model that is no pipeline generates."""
+    ids, engine = token_ids(2, 4), make_engine(make_model("gpt2"), 2)
+    rank = engine.global_rank
+    cases: list[dict[str, Any]] = [
+        {"input_ids": ids[0]},
+        {"max_new_tokens": 61},
+        {"max_new_tokens": 0},
+        {"eos_token_id": 3},
+        {"temperature": 0.0},
+        {"attention_mask": torch.tensor([[1, 1, 1, 0]] * 2)},
+        {"seed": rank},
+        {"num_beam": 2},
+    ]
+    told = []
+    for case in cases:
+        with pytest.raises(ConfigError) as error:
+            engine.generate(**{"input_ids": ids, "max_new_tokens": 2} | case)
+        told.append(str(error.value))
+    module = PipelineModule([nn.Embedding(9, 9), nn.Linear(9, 9)], num_stages=2)
+    config = {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"size": 1}}
+    with pytest.raises(ConfigError) as error:
+        parallel3d.initialize(model=module, config=config)[0].generate(ids, max_new_tokens=2)
+    whole = parallel3d.initialize(model=make_model("gpt2"), config=config)[0]
+    mask = torch.ones_like(ids)
+    return [*told, str(error.value)], whole.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
+
+
+def test_bad_requests_are_refused_on_all_ranks_with_the_remedy(run_ranks):
+    wanted = [
+        "input_ids are torch.int64 [4]; give integers [batch, seq]",
+        "4 tokens of a prompt and 61 new ones exceed the model's 64 positions; set max_new_tokens to 60 or less",
+        "max_new_tokens is 0; give 1 or more",
+        "2 prompts may end at different places; give pad_token_id=3, or another",
+        "temperature=0.0, top_k=None, top_p=1.0: give a temperature above 0",
+        "attention_mask [2, 4] of input_ids [2, 4]: give one of the same shape whose last column is 1",
+        "the ranks were told to generate different things; give all stages",
+        "generate has no 'num_beam'.",
+        "keeps no keys and values; generate by layers of models.from_hf or decoder",
+    ]
+    ids = token_ids(2, 4)
+    for told, generated in run_ranks(2, refusals):
+        assert [text for text, part in zip(told, wanted, strict=True) if part not in text] == []
+        assert torch.equal(generated, by_transformers(make_model("gpt2"), ids, max_new_tokens=3))

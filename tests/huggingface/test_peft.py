@@ -28,6 +28,7 @@ ADAM = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 # (stages, tensor-parallel ranks, ZeRO stage) of 4 ranks, which continue each other's training.
 LAYOUTS = [(2, 2, 0), (2, 1, 2), (1, 2, 1), (1, 1, 3), (2, 1, 3), (1, 4, 0), (4, 1, 0)]
 MODELS = ["llama", "phi"]
+PROMPT = token_ids(1, 5)
 
 
 def adapted(name: str, directory: str | None = None, model: dict[str, Any] | None = None, **changes: Any) -> Any:
@@ -62,7 +63,7 @@ def make_engine(model: Any, stages: int, tensor_ranks: int, zero: int) -> DeepSp
 
 
 def train(name: str, out: str, trainings: list[int]) -> list[Any]:
-    """Train in each layout from where the one before has ended. Return losses and norms, and the state's bytes."""
+    """Train in each layout from where the one before has ended. Return losses and norms, the state's bytes, and a text."""
     results = []
     for k in trainings:
         engine = make_engine(adapted(name, f"{out}/{k}"), *LAYOUTS[k])
@@ -75,7 +76,8 @@ def train(name: str, out: str, trainings: list[int]) -> list[Any]:
         report = engine.reports.memory_report()[engine.global_rank]
         save_hf(engine, f"{out}/{k + 1}")
         save_hf(engine, f"{out}/merged{k + 1}", merge_adapters=True)
-        results.append((steps, [report[part][1] for part in ("gradients", "masters", "optimizer")]))
+        said = engine.generate(PROMPT, max_new_tokens=4)
+        results.append((steps, [report[part][1] for part in ("gradients", "masters", "optimizer")], said))
     return results
 
 
@@ -108,7 +110,9 @@ def test_adapters_train_in_each_layout_and_continue_in_the_next(run_ranks, tmp_p
     assert num_trained < 0.3 * sum(p.numel() for p in model.parameters())
     for k in trainings:
         wanted = train_on_one(model, k)
-        for steps, state in (rank[k] for rank in ranks):
+        said = model.generate(PROMPT, max_new_tokens=4, do_sample=False, eos_token_id=None)
+        for steps, state, own in (rank[k] for rank in ranks):
+            assert torch.equal(own, said), LAYOUTS[k]
             for found, expected in zip(steps, wanted, strict=True):
                 assert found == pytest.approx(expected, rel=1e-6), LAYOUTS[k]
             # Gradients and two moments of the adapters in float64, and nothing of what is frozen.
