@@ -289,12 +289,13 @@ class DeepSpeedEngine(Engine):
 
     # Generation
 
-    def generate(self, input_ids: Tensor, **options: Any) -> Tensor:
+    def generate(self, *inputs: Any, **options: Any) -> Tensor:
         """Return the prompts and the tokens that follow them, [batch, seq + new], on every rank.
 
         A model that is no list of layers is given all to its own `generate`. Else every rank of a replica passes the same
-        prompts [batch, seq]. Options, with transformers' names:
+        arguments, which have transformers' names:
 
+        - input_ids: the prompts [batch, seq].
         - max_new_tokens: most tokens to append, the same on all replicas.
         - attention_mask: [batch, seq], 0 at padding, which is on the left.
         - do_sample (False): draw tokens, instead of taking the likeliest. temperature (1.0), top_k (None), top_p (1.0): divide
@@ -305,7 +306,7 @@ class DeepSpeedEngine(Engine):
         Keys and values are kept: each step runs the new token alone. Collective. Raises ConfigError on all ranks.
         """
         if self.module is not self.pipeline_module:
-            return self.module.generate(input_ids, **options)  # type: ignore[operator]
+            return self.module.generate(*inputs, **options)  # type: ignore[operator]
         self.update.parking.check("lp_params")
         known = [field.name for field in fields(Request)]
         for name in options:
@@ -313,7 +314,7 @@ class DeepSpeedEngine(Engine):
                 raise ConfigError(f"generate has no {name!r}.{nearest(name, known)} It has {', '.join(known)}")
         together = self.update.policy.stage == 3 and self.dp_world_size > 1
         with self._attributing(Phase.EVALUATING), evaluating(self.pipeline_module):
-            return generate(self.pipeline_module, self._runner.output_of, together, Request(input_ids, **options))
+            return generate(self.pipeline_module, self._runner.output_of, together, Request(*inputs, **options))
 
     # Whole weights (ZeRO-3)
 

@@ -218,7 +218,7 @@ def _mix(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout
         value,
         attn_mask=mask,
         dropout_p=dropout,
-        is_causal=mask is None,
+        is_causal=mask is None and query.shape[2] > 1,  # a single position sees all of the keys
         enable_gqa=query.shape[1] != key.shape[1],
     )
 

@@ -130,14 +130,11 @@ def _agree(module: PipelineModule, request: Request) -> None:
         problem: str | None = f"{unknown[0]} keeps no keys and values; generate by layers of models.from_hf or decoder"
     else:
         problem = request.problem(next((layer.max_positions for layer in layers.values()), None))
-    told = all_gather_object(
-        (problem, groups.coordinate("data"), request.digest(), (request.max_new_tokens, request.ends)), groups.control
-    )
-    if found := next((problem for problem, *_ in told if problem), None):
+    mine = (groups.coordinate("data"), request.digest()), (request.max_new_tokens, request.ends), problem
+    replicas, common, problems = zip(*all_gather_object(mine, groups.control), strict=True)
+    if found := next(filter(None, problems), None):
         raise ConfigError(found)
-    if len({(replica, digest) for _, replica, digest, _ in told}) > groups.data.size or any(
-        r[3] != told[0][3] for r in told
-    ):
+    if len(set(replicas)) > groups.data.size or any(other != common[0] for other in common):
         raise ConfigError(
             "the ranks were told to generate different things; give all stages and tensor-parallel ranks of a replica the same "
             "arguments, and all replicas the same max_new_tokens and eos_token_id"
@@ -154,27 +151,24 @@ def _continue(module: PipelineModule, forward: Forward, together: bool, request:
     unfinished = torch.ones(len(tokens), dtype=torch.bool, device=device)
     seen, end, others = 0, length, module.groups.data if together else module.groups.alone()
     while tokens.shape[1] < length:
-        inputs = {
-            "input_ids": tokens[:, seen:],
-            "position_ids": torch.arange(seen, tokens.shape[1], device=device)[None],
-        }
-        if mask is not None:
+        inputs = {"input_ids": tokens[:, seen:]}
+        if mask is None:
+            inputs["position_ids"] = torch.arange(seen, tokens.shape[1], device=device)[None]
+        else:
             inputs |= {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)[:, seen:], "attention_mask": mask}
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
         logits = forward(inputs, signature((inputs, seen)))
         following, seen = _chosen(module, logits, request, generator, tokens), tokens.shape[1]
-        if not ends:
-            tokens = torch.cat([tokens, following[:, None]], 1)
-            continue
         following = following.where(unfinished, tokens.new_tensor(request.pad_token_id or 0))
         tokens = torch.cat([tokens, following[:, None]], 1)
         unfinished &= ~torch.isin(following, tokens.new_tensor(ends))
-        going_on = unfinished.any().long()
-        if not going_on:
-            end = min(end, tokens.shape[1])
-        all_reduce_max(going_on, others).wait()
-        if not going_on:
-            break
+        if ends:
+            going_on = unfinished.any().long()
+            if not going_on:
+                end = min(end, tokens.shape[1])
+            all_reduce_max(going_on, others).wait()
+            if not going_on:
+                break
     return tokens[:, :end]
 
 

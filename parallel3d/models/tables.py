@@ -113,11 +113,12 @@ class Tables:
     def causal(self, x: Tensor, window: int | None, attention_mask: Tensor | None, seen: int = 0) -> Tensor | None:
         """Return the mask [seq, seen + seq] that `combined` needs besides an attention mask, or None.
 
-        x: [batch, seq, ...]. seen: number of positions before these; the mask of the first ones alone may be None.
+        x: [batch, seq, ...]. seen: number of positions before these.
         """
         seq = x.shape[1]
         if seen:
-            return _within(window, seen, seen + seq, x.device)
+            all_seen = seq == 1 and attention_mask is None and (window is None or window > seen)
+            return None if all_seen else _within(window, seen, seen + seq, x.device)
         window = None if window is None or window >= seq else window
         if window is None and (attention_mask is None or attention_mask.dim() != 2):
             return None

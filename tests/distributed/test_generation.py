@@ -17,10 +17,10 @@ from parallel3d.models import from_hf
 from parallel3d.pipe import PipelineModule
 
 BATCH, SEQ, NEW = 3, 6, 7
-# (model, stages, tensor-parallel ranks, whether sequences are shared, ZeRO stage) on 4 ranks.
+# (model, stages, tensor-parallel ranks, whether sequences are shared, ZeRO stage, chunks of a stage) on 4 ranks.
 LAYOUTS = [
     ("llama", 2, 2, True, 0),
-    ("mistral", 2, 1, False, 3),
+    ("mistral", 2, 1, False, 3, 2),
     ("gpt2", 1, 2, False, 1),
     ("gemma", 2, 2, False, 0),
     ("gemma2", 2, 1, False, 3),
@@ -30,11 +30,14 @@ MORE = [(name, *layout) for name, *_ in LAYOUTS for layout in [(4, 1, False, 0),
 SAMPLING = {"do_sample": True, "temperature": 0.7, "top_k": 40, "top_p": 0.9}
 
 
-def make_engine(model: nn.Module, stages: int, tensor_ranks: int = 1, shared: bool = False, zero: int = 0) -> Any:
+def make_engine(
+    model: nn.Module, stages: int, tensor_ranks: int = 1, shared: bool = False, zero: int = 0, chunks: int = 1
+) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": BATCH,
         "zero_optimization": {"stage": zero, "stage3_param_persistence_threshold": 0},
         "tensor_parallel": {"size": tensor_ranks, "sequence_parallel": shared},
+        "pipeline": {"schedule": "gpipe", "num_chunks": chunks, "placement": "loop" if chunks == 1 else "v"},
     }
     module = PipelineModule(from_hf(model), stages, partition_method="uniform", config=config)
     return parallel3d.initialize(model=module, config=config)[0]

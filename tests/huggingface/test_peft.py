@@ -127,6 +127,24 @@ def test_adapters_train_in_each_layout_and_continue_in_the_next(run_ranks, tmp_p
         assert all(distance(exported[key], weight) < 1e-8 for key, weight in whole.items()), LAYOUTS[k]
 
 
+def test_adapters_are_saved_and_merged_by_peft_s_own_rules(tmp_path: Path):
+    """With magnitudes of DoRA, and a head that is trained whole."""
+    model = adapted("llama", use_dora=True, modules_to_save=["lm_head"])
+    torch.nn.init.normal_(model.base_model.model.lm_head.modules_to_save["default"].weight)
+    module = PipelineModule(from_hf(model), num_stages=1)
+    save_hf(module, tmp_path / "own")
+    model.save_pretrained(tmp_path / "reference")
+    for name in ("adapter_config.json", "README.md"):
+        assert (tmp_path / "own" / name).read_text() == (tmp_path / "reference" / name).read_text()
+    own, wanted = (load_file(tmp_path / f / "adapter_model.safetensors") for f in ("own", "reference"))
+    assert own.keys() == wanted.keys()
+    assert all(torch.equal(own[key], weight) for key, weight in wanted.items())
+    save_hf(module, tmp_path / "merged", merge_adapters=True)
+    whole, exported = model.merge_and_unload().state_dict(), load_model(tmp_path / "merged").state_dict()
+    assert exported.keys() == whole.keys()
+    assert all(distance(exported[key], weight) < 1e-8 for key, weight in whole.items())
+
+
 def logits_with_dropout(layout_independent: bool, attention_dropout: float) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the logits in training of 2 tensor-parallel ranks, and what each adapter of the first layer kept."""
     model = adapted("llama", lora_dropout=0.5, model={"attention_dropout": attention_dropout})
