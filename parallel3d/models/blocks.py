@@ -152,7 +152,7 @@ class Attention(_Residual):
         normed, hidden = normalized(self.attention_norm, hidden)
         projected = column_outputs((self.query, self.key, self.value), normed, length)
         rotation = self._tables.rotary(projected[0], position_ids) if self.config.rope is not None else None
-        causal = self._tables.causal(projected[0], self._window, attention_mask)
+        causal = self._tables.causal(projected[0], self._window, attention_mask, position_ids)
         drops = self.training and self.config.attention_dropout
         mix = self._mix_with_dropout if drops else _mix
         return self.mixing(projected, rotation, causal, attention_mask, mix), hidden

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from parallel3d.models.config import DecoderConfig, Rope
@@ -110,11 +111,18 @@ class Tables:
         angles = positions[..., None].float() * frequencies
         return angles.cos() * scale, angles.sin() * scale
 
-    def causal(self, x: Tensor, window: int | None, attention_mask: Tensor | None) -> Tensor | None:
-        """Return the mask [seq, seq] that `combined` needs besides an attention mask, or None. x: [batch, seq, ...]."""
+    def causal(
+        self, x: Tensor, window: int | None, attention_mask: Tensor | None, position_ids: Tensor | None
+    ) -> Tensor | None:
+        """Return the mask that `combined` needs besides an attention mask, [seq, seq], or None. x: [batch, seq, ...].
+
+        Without an attention mask, positions that don't go on by one begin another document, as in transformers: then the mask
+        is [batch or 1, 1, seq, seq], and no position attends to another document.
+        """
         seq = x.shape[1]
         window = None if window is None or window >= seq else window
-        if window is None and (attention_mask is None or attention_mask.dim() != 2):
+        positions = position_ids if attention_mask is None else None
+        if window is None and positions is None and (attention_mask is None or attention_mask.dim() != 2):
             return None
         known = self._masks.get((x.device, window))
         if known is None or known.shape[0] < seq:
@@ -122,7 +130,11 @@ class Tables:
                 back = torch.arange(seq, device=x.device)[:, None] - torch.arange(seq, device=x.device)
                 known = (back >= 0) & (back < (seq if window is None else window))
             self._masks[x.device, window] = known
-        return known[:seq, :seq]
+        mask = known[:seq, :seq]
+        if positions is None:
+            return mask
+        document = F.pad(positions.diff(dim=1) != 1, (1, 0)).cumsum(dim=1)
+        return mask & (document[:, None, :, None] == document[:, None, None, :])
 
 
 def combined(causal: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
