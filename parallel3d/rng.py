@@ -138,7 +138,7 @@ def _own_seed(index: int) -> int:
 
 
 class OwnStream:
-    """`own_stream` for shard `index` of several, begun and ended by forward pre-hooks of two modules, in training.
+    """`own_stream` for shard `index` of several, begun and ended by forward hooks and pre-hooks of modules, in training.
 
     A begin without an end (a recomputation that stops early) has no effect afterwards.
     """
@@ -147,7 +147,7 @@ class OwnStream:
         self._index = index
         self._states: list[tuple[torch.Generator, torch.Tensor]] = []
 
-    def begin(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    def begin(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any = None) -> None:
         """Draw from the shard's own stream from now on."""
         if not module.training:
             return

@@ -83,3 +83,13 @@ def load_model(path: str | Path) -> nn.Module:
 
 def token_ids(batch: int, seq: int, seed: int = 0) -> Tensor:
     return torch.randint(VOCAB, (batch, seq), generator=torch.Generator().manual_seed(seed))
+
+
+def in_double(model: nn.Module) -> nn.Module:
+    """The reference in float64, its norms too, which transformers computes in fp32 whatever the model's dtype."""
+    for path, module in list(model.named_modules()):
+        if type(module).__name__ in ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm"):
+            norm = nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon)
+            norm.weight = module.weight
+            model.set_submodule(path, norm)
+    return model.to(torch.float64)

@@ -8,7 +8,8 @@ import secrets
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -201,9 +202,7 @@ def write_weights(
     file_of = _assign_files(targets.values(), max_file_bytes)
     unwritten = Counter(file_of[section.name] for stored, _ in targets.values() for section in stored.sections)
     held: dict[str, Tensor] = {}
-    partial = directory.parent / f".{directory.name}.{secrets.token_hex(8)}"
-    try:
-        partial.mkdir(parents=True)
+    with appearing(directory) as partial:
         for key, parameter in tensors:
             stored, target_dtype = targets[key]
             sizes = [section.size for section in stored.sections]
@@ -219,6 +218,18 @@ def write_weights(
                     complete = {other: held.pop(other) for other in list(held) if file_of[other] == file}
                     save_file(complete, partial / file, metadata={"format": "pt"})
         _write_descriptions(partial, targets.values(), file_of, config)
+
+
+@contextmanager
+def appearing(directory: Path) -> Iterator[Path]:
+    """Yield a new directory that gets this name at the end, once its files are on the disk.
+
+    Raises CheckpointError if a file can't be written; then, and after any other exception, nothing is left.
+    """
+    partial = directory.parent / f".{directory.name}.{secrets.token_hex(8)}"
+    try:
+        partial.mkdir(parents=True)
+        yield partial
         for path in (*partial.iterdir(), partial):
             sync(path)
         partial.rename(directory)

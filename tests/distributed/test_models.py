@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from collective_counts import Collectives
-from hf_models import VOCAB, load_model, make_model, save_model, token_ids
+from hf_models import VOCAB, in_double, load_model, make_model, save_model, token_ids
 from ranks import RankError
 from reference import distance
 from torch import Tensor, nn
@@ -54,16 +54,6 @@ def batches(num_lengths: int = 3) -> list[dict[str, Tensor]]:
 
 def labels_of(batch: dict[str, Tensor]) -> Tensor:
     return batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-
-
-def in_double(model: nn.Module) -> nn.Module:
-    """The reference in float64, its norms too, which transformers computes in fp32 whatever the model's dtype."""
-    for path, module in list(model.named_modules()):
-        if type(module).__name__ in ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm"):
-            norm = nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon)
-            norm.weight = module.weight
-            model.set_submodule(path, norm)
-    return model.to(DTYPE)
 
 
 Result = tuple[Tensor | None, list[tuple[float, float]]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.activity import Phase
-from parallel3d.checkpoint.export import MAX_FILE_BYTES, HuggingFaceLayer, Stored, check_empty, write_weights
+from parallel3d.checkpoint.export import (
+    MAX_FILE_BYTES,
+    HuggingFaceLayer,
+    Stored,
+    all_of,
+    appearing,
+    check_empty,
+    write_weights,
+)
 from parallel3d.comm.collectives import all_gather_object, receive_bytes, send_bytes
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.errors import CheckpointError
+from parallel3d.models.huggingface.adapters import is_saved, merged, merged_name, save_adapters
+from parallel3d.models.huggingface.wrap import WrappedPart
 from parallel3d.parameters import Slicing, slicing_of, whole_shape
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.zero.gathered import GatheredParameters
@@ -52,8 +62,11 @@ def save_hf(
     dtype: torch.dtype | None = None,
     masters: bool = False,
     max_file_bytes: int = MAX_FILE_BYTES,
+    merge_adapters: bool = False,
 ) -> None:
     """Write config.json and safetensors of a model of `models`, which from_pretrained and `from_hf` read.
+
+    Of a PeftModel it writes the adapters alone, in PEFT's files, which PeftModel.from_pretrained reads.
 
     Rank 0 writes, and holds the tensors of one file at a time. Collective over all ranks; raises CheckpointError on all.
 
@@ -61,6 +74,7 @@ def save_hf(
     - masters: write the values that the optimizer updates, in fp32, instead of the rounded weights of the layers.
     - dtype: to which values are converted.
     - max_file_bytes: size of a file, which may hold a single larger tensor.
+    - merge_adapters: write the whole model, in whose weights the active adapters of a PeftModel are merged.
     """
     module = engine if isinstance(engine, PipelineModule) else engine.module
     if not isinstance(module, PipelineModule):
@@ -72,29 +86,56 @@ def save_hf(
         if masters and not isinstance(engine, PipelineModule):
             values = engine.update.master_weights()
         module.wait_for_weights(module)
-        _save(module, values, Path(directory), dtype, max_file_bytes)
+        _save(module, values, _Output(Path(directory), dtype, max_file_bytes, merge_adapters))
 
 
-def _save(
-    module: PipelineModule,
-    masters: Mapping[nn.Parameter, Tensor],
-    directory: Path,
-    dtype: torch.dtype | None,
-    max_file_bytes: int,
-) -> None:
+@dataclass(frozen=True)
+class _Output:
+    """Form and place of an export; the fields are arguments of save_hf."""
+
+    directory: Path
+    dtype: torch.dtype | None
+    max_file_bytes: int
+    merge: bool
+
+    def write(
+        self, pieces: Mapping[Key, Piece], tensors: Iterable[tuple[Key, Tensor]], config: Mapping[str, Any], peft: Any
+    ) -> None:
+        """Write whole tensors, or the adapters or merged weights that they make up. pieces: one of each tensor."""
+        if peft is None:
+            targets: dict[Any, Any] = {key: (piece.stored, piece.dtype) for key, piece in pieces.items()}
+            write_weights(self.directory, targets, tensors, config, self.dtype, self.max_file_bytes)
+            return
+        names = {key: piece.stored.sections[0].name for key, piece in pieces.items()}
+        named = ((names[key], tensor) for key, tensor in tensors)
+        if self.merge:
+            final = {merged_name(names[key]): piece for key, piece in pieces.items()}
+            targets = {name: (all_of(name, *p.whole), p.dtype) for name, p in final.items() if name is not None}
+            write_weights(self.directory, targets, merged(peft, named), config, self.dtype, self.max_file_bytes)
+        else:
+            with appearing(self.directory) as partial:
+                save_adapters(peft, partial, {name: t.to(self.dtype or t.dtype, copy=True) for name, t in named})
+
+
+def _save(module: PipelineModule, masters: Mapping[nn.Parameter, Tensor], output: _Output) -> None:
     """Gather the pieces of all ranks on rank 0, which writes them. masters: written instead of their parameters."""
     groups = module.groups
     layers = {int(place): layer for place, layer in module.layers.items() if next(layer.parameters(), None) is not None}
     known = {place: layer for place, layer in layers.items() if isinstance(layer, HuggingFaceLayer)}
+    peft: Any = next((part.origin.peft for part in module.layers.values() if isinstance(part, WrappedPart)), None)
     error = next((_unknown(place, layer) for place, layer in layers.items() if place not in known), None)
     if error is None and groups.rank == 0:
-        error = check_empty(directory)
-    config = next((layer.config_json() for layer in known.values()), None)
+        error = check_empty(output.directory)
+    if error is None and output.merge and peft is None and known:
+        error = "merge_adapters is True, but the model has no adapters; leave it out"
+    config = next((layer.config_json() for layer in known.values()), None) if peft is None else peft.config.to_dict()
     pieces: dict[Key, Piece] = {}
     contributing = known if groups.coordinate("data") == 0 else {}
     for place, layer in contributing.items():
         names = layer.stored()
         for name, parameter in layers[place].named_parameters():
+            if peft is not None and not output.merge and not is_saved(peft, name, parameter):
+                continue
             value = masters.get(parameter, parameter)
             pieces[place, name] = Piece(
                 names[name], tuple(value.shape), whole_shape(parameter), value.dtype, slicing_of(parameter)
@@ -105,7 +146,7 @@ def _save(
     with _Values(layers, masters) as values:
         if groups.rank == 0:
             config = next(config for _, config, _ in everyone if config)
-            error = _write(holders, values, groups, directory, config, dtype, max_file_bytes)
+            error = _write(holders, values, groups, output, config, peft)
         else:
             for key, held in holders.items():
                 # Weights that live as shards are gathered by all replicas of the rank that holds them.
@@ -191,18 +232,15 @@ def _write(
     holders: Mapping[Key, Mapping[int, Piece]],
     own: _Values,
     groups: ProcessGroups,
-    directory: Path,
+    output: _Output,
     config: Mapping[str, Any],
-    dtype: torch.dtype | None,
-    max_file_bytes: int,
+    peft: Any,
 ) -> str | None:
     """Write all tensors on rank 0, and return the error, if any, once all pieces of other ranks have been received."""
     tensors = ((key, _whole(key, held, own, groups)) for key, held in holders.items())
     error = None
     try:
-        first = {key: next(iter(held.values())) for key, held in holders.items()}
-        targets = {key: (piece.stored, piece.dtype) for key, piece in first.items()}
-        write_weights(directory, targets, tensors, config, dtype, max_file_bytes)
+        output.write({key: next(iter(held.values())) for key, held in holders.items()}, tensors, config, peft)
     except CheckpointError as raised:
         error = str(raised)
     for _ in tensors:  # receives what the other ranks still send

@@ -35,8 +35,8 @@ def from_hf(
     The inputs are those of TokenEmbedding.
 
     - source: a directory with config.json and safetensors, from which each rank reads only what it builds; or a model made by
-      transformers. Llama, Qwen2, Mistral and GPT-2 become the native decoder. Any other model keeps its own layers, split
-      along its config's base_model_pp_plan and sharded by its base_model_tp_plan (`wrap`).
+      transformers. Llama, Qwen2, Mistral and GPT-2 become the native decoder. Any other model, and a PeftModel with LoRA,
+      keeps its own layers, split along its config's base_model_pp_plan and sharded by its base_model_tp_plan (`wrap`).
     - dtype: of the weights; None for torch's default one, "auto" for the stored one.
     - tied: whether the head shares the embedding's weight; None for what the config says.
     - weights: False to start from new weights; a directory then needs config.json alone.
@@ -48,7 +48,7 @@ def from_hf(
     """
     if isinstance(source, nn.Module):
         raw = _config_of(source)
-        if family_of(raw) is None:
+        if family_of(raw) is None or hasattr(source, "peft_config"):
             _refuse_for_wrapping(dtype, tied, weights, ignore, units)
             return wrap(source)
         family, config = parse(raw, ignore)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from parallel3d.comm import differentiable
 from parallel3d.comm.collectives import Group
 from parallel3d.errors import ConfigError
-from parallel3d.models.huggingface.tp_regions import UnknownRegion, regions_of
+from parallel3d.models.huggingface.adapters import UnknownRegion, adapted_by, styles_inside
+from parallel3d.models.huggingface.tp_regions import regions_of
 from parallel3d.parameters import sliced
 from parallel3d.specs import BuildContext
 from parallel3d.tensor_parallel.embedding import own_padding, own_rows
@@ -53,7 +54,7 @@ class TensorPlan:
         """Return the plan that shards tied weights alike or not at all. ties: names of both in the model."""
         whole = set()
         for tied in ties:
-            below, above = (name.rpartition(".")[0] for name in tied)
+            below, above = (name.rpartition(".")[0].removesuffix(".base_layer") for name in tied)
             styles = [STYLES.get(self.words.get(name, "whole")) for name in (below, above)]
             if not (isinstance(styles[0], (Row, Vocabulary)) and isinstance(styles[1], Column)):
                 whole |= {below, above}
@@ -80,7 +81,7 @@ class TensorPlan:
                 styles |= region.prepare(group)
             except UnknownRegion as error:
                 self._refuse(prefix + region.name, str(error))
-        result = parallelize(result, styles, group)
+        result = parallelize(result, self._with_adapters(result, prefix, styles, context), group)
         for region in regions:
             region.connect(group)
         return result
@@ -100,9 +101,25 @@ class TensorPlan:
                     self._refuse(prefix + name, "is an embedding with more than the rows it looks up")
                 _slice_lookup(module, group)
                 del sharded_styles[name]
-            elif isinstance(module, nn.Linear) and isinstance(style, Row) and style.input_is_parallel:
+            elif (
+                isinstance(adapted_by(module) or module, nn.Linear)
+                and isinstance(style, Row)
+                and style.input_is_parallel
+            ):
                 self._refuse(prefix + name, "would be sharded by inputs that nothing has sharded")
-        return parallelize(result, sharded_styles, group)
+        return parallelize(result, self._with_adapters(result, prefix, sharded_styles, context), group)
+
+    def _with_adapters(
+        self, part: nn.Module, prefix: str, styles: Mapping[str, Style], context: BuildContext | None
+    ) -> dict[str, Style]:
+        """Return the styles with those of the layers inside adapted ones in their place."""
+        found: dict[str, Style] = {}
+        for name, style in styles.items():
+            try:
+                found |= styles_inside(name, part.get_submodule(name), style, context)
+            except UnknownRegion as error:
+                self._refuse(prefix + name, str(error))
+        return found
 
     def _group(self, context: BuildContext | None) -> Group:
         group = slicing_group(None, context)

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from parallel3d.comm.collectives import Group
+from parallel3d.models.huggingface.adapters import UnknownRegion, adapted_by
 from parallel3d.rng import OwnStream
 from parallel3d.tensor_parallel.parallelize import Column, Row, Style, Whole
 from parallel3d.tensor_parallel.regions import enter_region
@@ -23,10 +24,6 @@ _QUERY_COUNTS = ("num_heads", "num_attention_heads")
 _KEY_COUNTS = ("num_key_value_heads", "num_kv_heads")
 _HEAD_SIZES = ("head_dim", "head_size")
 _OF_HEADS = (*_HEAD_SIZES, *_QUERY_COUNTS, *_KEY_COUNTS, "num_key_value_groups")
-
-
-class UnknownRegion(Exception):
-    """Raised for a module that may compute a wrong result from a part of its input. The text follows the module's name."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class Region:
         """
         layers = {name: self.module.get_submodule(name) for name in (*self.columns, *self.rows)}
         for name, layer in layers.items():
-            if not isinstance(layer, nn.Linear):
+            if not isinstance(adapted_by(layer) or layer, nn.Linear):
                 raise UnknownRegion(f"has {name}, a {type(layer).__name__} and no nn.Linear")
         if len(self.rows) != 1 or not self.columns:
             counts = f"{len(self.columns)} column and {len(self.rows)} row layers"
@@ -64,7 +61,10 @@ class Region:
         return {inside + name: style for name, style in styles.items()}
 
     def connect(self, group: Group) -> None:
-        """Let column layers of one input enter the region together, and each rank drop out its own; once layers are sharded."""
+        """Let column layers of one input enter the region together, and each rank drop out its own; once layers are sharded.
+
+        What an adapter drops before a column layer is the same on every rank.
+        """
         columns: list[Any] = [self.module.get_submodule(name) for name in self.columns]
         row = self.module.get_submodule(self.rows[0])
         if len(columns) > 1:
@@ -74,14 +74,17 @@ class Region:
             row.register_forward_pre_hook(entry.leave)
         if self.drops:
             stream = OwnStream(group.index)
-            columns[0].register_forward_pre_hook(stream.begin)
+            for column in columns:
+                column.register_forward_pre_hook(stream.end)
+                column.register_forward_hook(stream.begin)
             row.register_forward_pre_hook(stream.end)
 
     @property
     def drops(self) -> bool:
-        """Whether there is dropout inside."""
+        """Whether there is dropout inside, that of adapters aside."""
         rates = [v for name, v in vars(self.module).items() if "drop" in name and isinstance(v, (int, float))]
-        rates += [m.p for m in self.module.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
+        inside = ((n, m) for n, m in self.module.named_modules() if not self._is_adapter(n))
+        rates += [m.p for _, m in inside if isinstance(m, nn.modules.dropout._DropoutNd)]
         return any(rates)
 
     def _by_numbers(self, columns: Mapping[str, Any], row: Any) -> dict[str, Style]:
@@ -124,12 +127,16 @@ class Region:
         partial: dict[str, Style] = {}
         for name, module in self.module.named_modules():
             shapes = [list(parameter.shape) for parameter in module.parameters(recurse=False)]
-            if not shapes or name in self.columns or name in self.rows:
+            if not shapes or name in self.columns or name in self.rows or self._is_adapter(name):
                 continue
             if not name or any(shape != [size_of_head] for shape in shapes):
                 raise UnknownRegion(f"has {name or 'weights of its own'} that works on what is sharded")
             partial[name] = Whole(partial=True)
         return partial
+
+    def _is_adapter(self, name: str) -> bool:
+        """Return whether a module is a part of an adapted column or row layer."""
+        return name.startswith(tuple(f"{layer}." for layer in (*self.columns, *self.rows)))
 
 
 class _Entry:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 from parallel3d.checkpoint.export import Stored, all_of
 from parallel3d.errors import ConfigError, DataError
+from parallel3d.models.huggingface.adapters import unwrapped
 from parallel3d.models.huggingface.tp_plan import TensorPlan
 from parallel3d.models.sliced import SlicedLogits
 from parallel3d.parameters import whole_shape
@@ -22,16 +24,27 @@ from parallel3d.specs import BuildContext, LayerSpec, TiedLayerSpec
 from parallel3d.tensor_parallel.linear import ColumnParallelLinear
 
 
-class _Shared(int):
+@dataclass(frozen=True)
+class _Shared:
     """Stands for a tensor in the arguments of a layer: its index among the tensors that all layers share."""
+
+    index: int
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """The model that parts are wrapped from: its config and, where it has adapters, its PeftModel without weights."""
+
+    config: Any
+    peft: Any = None
 
 
 class WrappedPart(nn.Module):
     """A part of a wrapped model. Its parameters are the model's; their names there are `prefix` and the name in the part."""
 
-    def __init__(self, config: Any, prefix: str):
+    def __init__(self, origin: Origin, prefix: str):
         super().__init__()
-        self._config, self._prefix = config, prefix
+        self.origin, self._prefix = origin, prefix
 
     def stored(self) -> dict[str, Stored]:
         """Return how each parameter is stored: under its own name in the model."""
@@ -45,8 +58,12 @@ class WrappedPart(nn.Module):
         return self._prefix + name.partition(".")[2]
 
     def config_json(self) -> dict[str, Any]:
-        """Return the model's config.json."""
-        return dict(self._config.to_dict())
+        """Return the model's config.json. Raises ConfigError with adapters, for whose names no architecture has a place."""
+        if self.origin.peft is not None:
+            raise ConfigError(
+                "a model with adapters has no config.json of its own; use save_hf(..., merge_adapters=True)"
+            )
+        return dict(self.origin.config.to_dict())
 
 
 class _Recorder(nn.Module):
@@ -98,7 +115,7 @@ class Entry(WrappedPart):
 
     def __init__(
         self,
-        config: Any,
+        origin: Origin,
         prefix: str,
         base: nn.Module,
         layers: str,
@@ -106,7 +123,7 @@ class Entry(WrappedPart):
         plan: TensorPlan,
         context: BuildContext | None = None,
     ):
-        super().__init__(config, prefix)
+        super().__init__(origin, prefix)
         before = _with_modules(base, {name: nn.Identity() for name in (layers, *after)})
         self._recorders = [_Recorder(layer) for layer in base.get_submodule(layers).children()]
         self.model = _with_modules(plan.around(before, prefix, context), {layers: nn.ModuleList(self._recorders)})
@@ -138,14 +155,14 @@ class Layer(WrappedPart):
 
     def __init__(
         self,
-        config: Any,
+        origin: Origin,
         prefix: str,
         plan: TensorPlan,
         layer: nn.Module,
         place: int,
         context: BuildContext | None = None,
     ):
-        super().__init__(config, prefix)
+        super().__init__(origin, prefix)
         self.layer = plan.layer(layer, prefix, context)
         self._place = place
 
@@ -153,7 +170,7 @@ class Layer(WrappedPart):
         """Run the layer with the arguments that the model would pass."""
 
         def unshare(leaf: Any) -> Any:
-            return x["shared"][leaf] if isinstance(leaf, _Shared) else leaf
+            return x["shared"][leaf.index] if isinstance(leaf, _Shared) else leaf
 
         args, kwargs = tree_map(unshare, x["calls"][self._place])
         output = self.layer(x["hidden"], *args, **kwargs)
@@ -163,8 +180,8 @@ class Layer(WrappedPart):
 class Behind(WrappedPart):
     """Modules that the plan names after the layers, such as a last norm. After them only hidden states travel."""
 
-    def __init__(self, config: Any, prefix: str, modules: Mapping[str, nn.Module]):
-        super().__init__(config, prefix)
+    def __init__(self, origin: Origin, prefix: str, modules: Mapping[str, nn.Module]):
+        super().__init__(origin, prefix)
         self.modules_behind = nn.ModuleDict(modules)
 
     def forward(self, x: dict[str, Any]) -> Tensor:
@@ -181,8 +198,10 @@ class Exit(WrappedPart):
     The logits are SlicedLogits if the plan shards the head without gathering its output.
     """
 
-    def __init__(self, config: Any, model: nn.Module, base: str, plan: TensorPlan, context: BuildContext | None = None):
-        super().__init__(config, "")
+    def __init__(
+        self, origin: Origin, model: nn.Module, base: str, plan: TensorPlan, context: BuildContext | None = None
+    ):
+        super().__init__(origin, "")
         self._result = _Result()
         above = plan.around(_with_modules(model, {base: nn.Identity()}), "", context)
         self.model = _with_modules(above, {base: self._result})
@@ -209,17 +228,20 @@ def wrap(model: nn.Module) -> list[LayerSpec]:
     Token ids, or a dict of the base model's arguments, -> logits. Raises ConfigError for a model without a pipeline plan
     (base_model_pp_plan of its config), with persistent buffers, or with weights shared other than by embedding and head.
     With several tensor-parallel ranks, layers are built from copies and sharded by the config's base_model_tp_plan; the
-    build then raises ConfigError for modules that can't be sharded, and for sequence parallelism.
+    build then raises ConfigError for modules that can't be sharded, and for sequence parallelism. A PeftModel's adapters
+    are sharded with the layers that they adapt; those other than LoRA raise ConfigError.
     """
+    model, peft = unwrapped(model)
     hf: Any = model
     name, config = type(model).__name__, hf.config
+    origin = Origin(config, peft)
     prefix, stages = hf.base_model_prefix, getattr(config, "base_model_pp_plan", None)
     base = model.get_submodule(prefix)
     lists = [key for key in stages or {} if isinstance(getattr(base, key, None), nn.ModuleList)]
     if stages is None or len(lists) != 1:
         raise ConfigError(
-            f"{name} is not known to the native decoder, and its config has no base_model_pp_plan with one list of layers to "
-            "wrap it by; write its layers as LayerSpecs"
+            f"{name} is not known to the native decoder, or has adapters, and its config has no base_model_pp_plan with one "
+            "list of layers to wrap it by; write its layers as LayerSpecs"
         )
     order = list(stages)
     after = order[order.index(lists[0]) + 1 :]
@@ -229,11 +251,11 @@ def wrap(model: nn.Module) -> list[LayerSpec]:
     inside = f"{prefix}."
     plan = TensorPlan.of(model, prefix, lists[0])
     middle = [
-        LayerSpec(Layer, config, f"{inside}{lists[0]}.{k}.", plan, layer, k)
+        LayerSpec(Layer, origin, f"{inside}{lists[0]}.{k}.", plan, layer, k)
         for k, layer in enumerate(base.get_submodule(lists[0]).children())
     ]
-    middle.append(LayerSpec(Behind, config, inside, {key: base.get_submodule(key) for key in after}))
-    entry_args, exit_args = (config, inside, base, lists[0], after), (config, model, prefix)
+    middle.append(LayerSpec(Behind, origin, inside, {key: base.get_submodule(key) for key in after}))
+    entry_args, exit_args = (origin, inside, base, lists[0], after), (origin, model, prefix)
     entry, exit = Entry(*entry_args, plan), Exit(*exit_args, plan)
     ties = _ties(entry, [spec.build() for spec in middle], exit, name)
     if not ties:

@@ -1,0 +1,125 @@
+"""LoRA adapters of PEFT in a wrapped model: sharded with the layers they adapt, saved in PEFT's files, and merged."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from parallel3d.errors import CheckpointError, ConfigError
+from parallel3d.specs import BuildContext
+from parallel3d.tensor_parallel.dropout import SlicedDropout
+from parallel3d.tensor_parallel.parallelize import Column, Row, Style, Whole
+
+# Before the names of a model's parameters in the state_dict of its PeftModel.
+_PREFIX = "base_model.model."
+
+
+class UnknownRegion(Exception):
+    """Raised for a module that may compute a wrong result from a part of its input. The text follows the module's name."""
+
+
+def unwrapped(model: nn.Module) -> tuple[nn.Module, nn.Module | None]:
+    """Return the model inside a PeftModel, and the PeftModel on the meta device; any other model, and None.
+
+    Raises ConfigError for adapters that compute outside of the layers, which no stage would run.
+    """
+    peft: Any = model
+    if not hasattr(model, "peft_config"):
+        return model, None
+    kinds = {name: str(getattr(config.peft_type, "value", "")) for name, config in peft.peft_config.items()}
+    if not hasattr(model, "get_base_model") or set(kinds.values()) != {"LORA"}:
+        raise ConfigError(
+            f"{type(model).__name__} has adapters {kinds}; layers are made of a PeftModel with LORA: "
+            "get_peft_model(model, LoraConfig(...)). Train others with ZeRO alone, by initialize(model=model)"
+        )
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
+    memo |= {id(buffer): buffer.to("meta") for buffer in model.buffers()}
+    return peft.get_base_model(), copy.deepcopy(model, memo)
+
+
+def adapted_by(module: nn.Module) -> nn.Module | None:
+    """Return the layer that an adapter wraps; None for any other module."""
+    for name in ("base_layer", "original_module"):
+        if isinstance(found := getattr(module, name, None), nn.Module):
+            return found
+    return None
+
+
+def styles_inside(name: str, module: Any, style: Style, context: BuildContext | None) -> dict[str, Style]:
+    """Return the styles of the linear layers inside an adapted one, y = W x + s B A x; of any other layer, its own.
+
+    By outputs: rows of W and B, with A whole. By inputs: columns of W and A, with B whole, and each rank drops its own part
+    of x. Raises UnknownRegion for layers and variants, such as DoRA, in which more than W, A and B is multiplied.
+    """
+    base = adapted_by(module)
+    if base is None or isinstance(style, Whole):
+        return {name: style}
+    if not hasattr(module, "lora_A") or not isinstance(base, nn.Linear) or module.lora_variant:
+        raise UnknownRegion(
+            f"is adapted by {type(module).__name__}, which is sharded for LoRA's plain linear layers alone"
+        )
+    found: dict[str, Style] = {f"{name}.base_layer": style}
+    for adapter in module.lora_A:
+        down, up = f"{name}.lora_A.{adapter}", f"{name}.lora_B.{adapter}"
+        if isinstance(style, Column):
+            # What enters the region before A has its gradient summed there; A's own is a part.
+            found |= {down: Whole(partial=style.in_region), up: style}
+        elif isinstance(style, Row):
+            found[down] = style
+            if style.input_is_parallel:
+                rate = getattr(module.lora_dropout[adapter], "p", 0.0)
+                module.lora_dropout[adapter] = SlicedDropout(
+                    rate, base.in_features, segments=style.segments, context=context
+                )
+    return found
+
+
+def is_saved(peft: Any, name: str, parameter: nn.Parameter) -> bool:
+    """Return whether a parameter, by its name in the model, may belong to what PEFT saves."""
+    return parameter.requires_grad or any(f".{adapter}." in name for adapter in peft.peft_config)
+
+
+def save_adapters(peft: Any, directory: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write adapter_config.json and adapter_model.safetensors. weights: by their names in the model."""
+    state = {_PREFIX + name: tensor for name, tensor in weights.items()}
+    peft.save_pretrained(str(directory), state_dict=state, save_embedding_layers=False)
+
+
+def merged_name(name: str) -> str | None:
+    """Return the name, in a model without adapters, of a parameter of one with adapters; None for an adapter's own."""
+    if ".lora_" in name or ".modules_to_save." in name:
+        return None
+    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
+
+
+def merged(peft: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of the model without adapters but with what they add. weights: by name, those of a layer together.
+
+    Raises CheckpointError for sums that are not finite.
+    """
+    adapted = {name: module for name, module in peft.get_base_model().named_modules() if adapted_by(module) is not None}
+
+    def layer_of(item: tuple[str, Tensor]) -> str | None:
+        return next((name for name in adapted if item[0].startswith(f"{name}.")), None)
+
+    for name, own in groupby(weights, layer_of):
+        if name is None:
+            yield from own
+            continue
+        layer: Any = copy.deepcopy(adapted[name])
+        # Clones: a tensor is valid until the next one is taken.
+        layer.load_state_dict({key.removeprefix(f"{name}."): tensor.clone() for key, tensor in own}, assign=True)
+        try:
+            if hasattr(layer, "unload_and_optionally_merge_module"):
+                layer = layer.unload_and_optionally_merge_module(merge=True, safe_merge=True, adapter_names=None)
+            else:
+                layer.merge(safe_merge=True)
+                layer = layer.get_base_layer()
+        except ValueError as error:
+            raise CheckpointError(f"{name} can't be merged: {error}; load an earlier checkpoint") from error
+        yield from ((f"{name}.{key}", tensor) for key, tensor in layer.state_dict().items())

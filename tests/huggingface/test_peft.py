@@ -1,0 +1,174 @@
+"""LoRA adapters of PEFT in pipelines, tensor slices and ZeRO, against PEFT in plain PyTorch on one process."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hf_models import in_double, load_model, make_model, token_ids
+from reference import distance
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import parallel3d
+from parallel3d import DeepSpeedEngine
+from parallel3d.comm.collectives import Group
+from parallel3d.errors import CheckpointError, ConfigError
+from parallel3d.models import CausalLMLoss, from_hf, save_hf
+from parallel3d.pipe import PipelineModule
+from parallel3d.specs import BuildContext
+
+STEPS, MICRO_BATCHES, BATCH, SEQ = 2, 4, 2, 7
+ADAM = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+# (stages, tensor-parallel ranks, ZeRO stage) of 4 ranks, which continue each other's training.
+LAYOUTS = [(2, 2, 0), (2, 1, 2), (1, 2, 1), (1, 1, 3), (2, 1, 3), (1, 4, 0), (4, 1, 0)]
+MODELS = ["llama", "phi"]
+
+
+def adapted(name: str, directory: str | None = None, model: dict[str, Any] | None = None, **changes: Any) -> Any:
+    """With new adapters of all linear layers of blocks, or with those in a directory; in float64."""
+    peft = pytest.importorskip("peft", reason="peft, of the test extra, is the reference here")
+    base = in_double(make_model(name, num_hidden_layers=3, **(model or {})))
+    if directory is not None:
+        return peft.PeftModel.from_pretrained(base, directory, is_trainable=True).double()
+    settings = {"target_modules": r".*layers.*(proj|fc1|fc2|dense)", "init_lora_weights": False, "lora_alpha": 4}
+    torch.manual_seed(5)
+    return peft.get_peft_model(base, peft.LoraConfig(r=3, task_type="CAUSAL_LM", **(settings | changes))).double()
+
+
+def data_of(training: int) -> list[Tensor]:
+    """Return the micro-batches of one layout's training, in the global order."""
+    return [token_ids(BATCH, SEQ, seed=100 * training + k) for k in range(STEPS * MICRO_BATCHES)]
+
+
+def make_engine(model: Any, stages: int, tensor_ranks: int, zero: int) -> DeepSpeedEngine:
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "train_batch_size": BATCH * MICRO_BATCHES,
+        "optimizer": {"type": "AdamW", "params": ADAM},
+        "zero_optimization": {"stage": zero, "stage3_param_persistence_threshold": 0},
+        "tensor_parallel": {"size": tensor_ranks},
+        "pipeline": {"shapes": "dynamic"},
+        "steps_per_print": None,
+    }
+    loss = CausalLMLoss(shift=True)
+    module = PipelineModule(from_hf(model), stages, loss_fn=loss, partition_method="uniform", config=config)
+    return parallel3d.initialize(model=module, config=config)[0]
+
+
+def train(name: str, out: str, trainings: list[int]) -> list[Any]:
+    """Train in each layout from where the one before has ended. Return losses and norms, and the state's bytes."""
+    results = []
+    for k in trainings:
+        engine = make_engine(adapted(name, f"{out}/{k}"), *LAYOUTS[k])
+        replicas, replica = engine.dp_world_size, engine.get_data_parallel_rank()
+        samples = iter([(ids, ids) for ids in data_of(k)[replica::replicas]])
+        steps = [(float(engine.train_batch(samples)), float(engine.get_global_grad_norm())) for _ in range(STEPS)]
+        frozen = [p for p in engine.module.parameters() if not p.requires_grad]
+        assert frozen
+        assert all(p.grad is None for p in frozen)
+        report = engine.reports.memory_report()[engine.global_rank]
+        save_hf(engine, f"{out}/{k + 1}")
+        save_hf(engine, f"{out}/merged{k + 1}", merge_adapters=True)
+        results.append((steps, [report[part][1] for part in ("gradients", "masters", "optimizer")]))
+    return results
+
+
+def train_on_one(model: nn.Module, training: int) -> list[tuple[float, float]]:
+    """Train in plain PyTorch."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer, data, steps = torch.optim.AdamW(trained, **ADAM), iter(data_of(training)), []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        total = 0.0
+        for _ in range(MICRO_BATCHES):
+            ids = next(data)
+            logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
+            loss = F.cross_entropy(logits, ids[:, 1:].flatten()) / MICRO_BATCHES
+            loss.backward()
+            total += loss.item()
+        gradients = [p.grad.square().sum() for p in trained if p.grad is not None]
+        steps.append((total, float(torch.stack(gradients).sum().sqrt())))
+        optimizer.step()
+    return steps
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_adapters_train_in_each_layout_and_continue_in_the_next(run_ranks, tmp_path: Path, name: str, full: bool):
+    trainings = list(range(len(LAYOUTS) if full else 5 if name == "llama" else 1))
+    model = adapted(name)
+    model.save_pretrained(tmp_path / "0")
+    ranks = run_ranks(4, train, name, str(tmp_path), trainings)
+    num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert num_trained < 0.3 * sum(p.numel() for p in model.parameters())
+    for k in trainings:
+        wanted = train_on_one(model, k)
+        for steps, state in (rank[k] for rank in ranks):
+            for found, expected in zip(steps, wanted, strict=True):
+                assert found == pytest.approx(expected, rel=1e-6), LAYOUTS[k]
+            # Gradients and two moments of the adapters in float64, and nothing of what is frozen.
+            assert 0 < sum(state) < 1.1 * 3 * 8 * num_trained
+        model.save_pretrained(tmp_path / "reference")
+        own, others = (load_file(tmp_path / f / "adapter_model.safetensors") for f in (str(k + 1), "reference"))
+        assert own.keys() == others.keys()
+        assert all(distance(own[key], weight) < 1e-8 for key, weight in others.items()), LAYOUTS[k]
+        whole = copy.deepcopy(model).merge_and_unload().state_dict()
+        exported = load_model(tmp_path / f"merged{k + 1}").state_dict()
+        assert exported.keys() == whole.keys()
+        assert all(distance(exported[key], weight) < 1e-8 for key, weight in whole.items()), LAYOUTS[k]
+
+
+def logits_with_dropout(layout_independent: bool, attention_dropout: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the logits in training of 2 tensor-parallel ranks, and what each adapter of the first layer kept."""
+    model = adapted("llama", lora_dropout=0.5, model={"attention_dropout": attention_dropout})
+    config = {"tensor_parallel": {"size": 2}, "rng": {"layout_independent": layout_independent}}
+    module, kept = PipelineModule(from_hf(model), num_stages=1, config=config).train(), {}
+    for name, part in module.layers["1"].named_modules():
+        if name.endswith("lora_dropout.default"):
+            part.register_forward_hook(lambda _, __, y, name=name: kept.update({name.split(".")[2]: y != 0}))
+    torch.manual_seed(3)
+    return module(token_ids(BATCH, SEQ)).detach(), kept
+
+
+def test_adapters_drop_the_same_before_column_layers_and_parts_of_one_mask_before_row_layers(run_ranks):
+    model = adapted("llama", lora_dropout=0.5).train()
+    torch.manual_seed(3)
+    wanted = model(input_ids=token_ids(BATCH, SEQ)).logits.detach()
+    for logits, _ in run_ranks(2, logits_with_dropout, True, 0.0):
+        torch.testing.assert_close(logits, wanted, rtol=1e-8, atol=1e-8)
+    (_, first), (_, second) = run_ranks(2, logits_with_dropout, False, 0.5)
+    same = {
+        name for name, mask in first.items() if mask.shape == second[name].shape and torch.equal(mask, second[name])
+    }
+    assert same == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
+    assert first.keys() - same == {"o_proj", "down_proj"}
+
+
+def test_what_can_not_be_sharded_or_merged_is_refused_by_name(tmp_path: Path):
+    import peft
+
+    context = BuildContext(SimpleNamespace(model=Group((0, 1), None)), torch.device("cpu"))
+
+    def build(model: nn.Module) -> list[nn.Module]:
+        return [spec.build(context) for spec in from_hf(model)]
+
+    with pytest.raises(
+        ConfigError,
+        match=r"q_proj is adapted by Linear, .* LoRA's plain linear layers alone; set tensor_parallel\.size to 1",
+    ):
+        build(adapted("llama", use_dora=True))
+    with pytest.raises(ConfigError, match=r"lm_head is adapted by ModulesToSaveWrapper"):
+        build(adapted("llama", modules_to_save=["lm_head"]))
+    with pytest.raises(ConfigError, match=r"has adapters \{'default': 'IA3'\}; .* LORA: get_peft_model"):
+        from_hf(peft.get_peft_model(make_model("llama"), peft.IA3Config(task_type="CAUSAL_LM")))
+    tied = build(adapted("llama-tied", target_modules=["lm_head"]))
+    below, above = tied[0].get_parameter("model.embed_tokens.weight"), tied[-1].model.lm_head.base_layer.weight
+    assert below.shape == above.shape == (129, 32)
+    module = PipelineModule(from_hf(make_model("phi")), num_stages=1)
+    with pytest.raises(CheckpointError, match="merge_adapters is True, but the model has no adapters"):
+        save_hf(module, tmp_path / "out", merge_adapters=True)
