@@ -7,6 +7,7 @@ its forward runs once before the layers, with recorders in their place, and once
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,11 @@ class _Shared:
     index: int
 
 
+@dataclass(frozen=True)
+class _Past:
+    """Stands for the model's keys and values in the arguments of a layer, which keeps its own."""
+
+
 @dataclass(frozen=True, eq=False)
 class Origin:
     """The model that parts are wrapped from: its config and, where it has adapters, its PeftModel without weights."""
@@ -45,6 +51,7 @@ class WrappedPart(nn.Module):
     def __init__(self, origin: Origin, prefix: str):
         super().__init__()
         self.origin, self._prefix = origin, prefix
+        self._past: Any = None
 
     def stored(self) -> dict[str, Stored]:
         """Return how each parameter is stored: under its own name in the model."""
@@ -64,6 +71,18 @@ class WrappedPart(nn.Module):
                 "a model with adapters has no config.json of its own; use save_hf(..., merge_adapters=True)"
             )
         return dict(self.origin.config.to_dict())
+
+    @property
+    def max_positions(self) -> int | None:
+        """Number of positions that the model is made for, if its config says so."""
+        found: int | None = getattr(self.origin.config, "max_position_embeddings", None)
+        return found
+
+    def keep_past(self, length: int | None) -> None:
+        """Keep keys and values from the next call on, of any number of positions; None: drop them, and keep no more."""
+        from transformers import DynamicCache
+
+        self._past = None if length is None else DynamicCache(config=self.origin.config)
 
 
 class _Recorder(nn.Module):
@@ -133,10 +152,15 @@ class Entry(WrappedPart):
         if not isinstance(inputs, (Tensor, Mapping)):
             raise DataError(f"the inputs of a model are token ids or a dict, not {type(inputs).__name__}")
         given = {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
+        if self._past is not None:
+            known = inspect.signature(self.model.forward).parameters
+            given["cache" if "cache" in known else "past_key_values"] = self._past
         hidden = self.model(**given, use_cache=False).last_hidden_state
         shared: list[Tensor] = []
 
         def share(leaf: Any) -> Any:
+            if self._past is not None and leaf is self._past:
+                return _Past()
             if not isinstance(leaf, Tensor):
                 return leaf
             known = next((k for k, tensor in enumerate(shared) if tensor is leaf), len(shared))
@@ -147,6 +171,9 @@ class Entry(WrappedPart):
         calls = [tree_map(share, recorder.call) for recorder in self._recorders]
         for recorder in self._recorders:
             recorder.call = None
+        # No layer is here; the next call's masks depend on the number of positions that each would have kept.
+        for kept in () if self._past is None else self._past.layers:
+            kept.update(*[hidden.new_zeros(1, 1, hidden.shape[1], 1)] * 2)
         return {"hidden": hidden, "shared": shared, "calls": calls}
 
 
@@ -170,6 +197,8 @@ class Layer(WrappedPart):
         """Run the layer with the arguments that the model would pass."""
 
         def unshare(leaf: Any) -> Any:
+            if isinstance(leaf, _Past):
+                return self._past
             return x["shared"][leaf.index] if isinstance(leaf, _Shared) else leaf
 
         args, kwargs = tree_map(unshare, x["calls"][self._place])
@@ -185,8 +214,8 @@ class Behind(WrappedPart):
         self.modules_behind = nn.ModuleDict(modules)
 
     def forward(self, x: dict[str, Any]) -> Tensor:
-        """Apply the modules to the hidden states [batch, seq, hidden]."""
-        hidden = x["hidden"]
+        """Apply the modules to the hidden states [batch, seq, hidden]; in a generation, to the last position's."""
+        hidden = x["hidden"] if self._past is None else x["hidden"][:, -1:]
         for module in self.modules_behind.values():
             hidden = module(hidden)
         return hidden

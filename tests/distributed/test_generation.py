@@ -1,0 +1,102 @@
+"""Generation in pipelines, tensor slices and ZeRO, token by token that of transformers on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from hf_models import VOCAB, make_model, token_ids
+from torch import Tensor, nn
+
+import parallel3d
+from parallel3d.models import from_hf
+from parallel3d.pipe import PipelineModule
+
+BATCH, SEQ, NEW = 3, 6, 7
+# (model, stages, tensor-parallel ranks, whether sequences are shared, ZeRO stage) on 4 ranks.
+LAYOUTS = [
+    ("llama", 2, 2, True, 0),
+    ("mistral", 2, 1, False, 3),
+    ("gpt2", 1, 2, False, 1),
+    ("gemma", 2, 2, False, 0),
+    ("gemma2", 2, 1, False, 3),
+    ("phi", 1, 2, False, 3),
+]
+MORE = [(name, *layout) for name, *_ in LAYOUTS for layout in [(4, 1, False, 0), (2, 2, False, 0), (1, 1, False, 3)]]
+SAMPLING = {"do_sample": True, "temperature": 0.7, "top_k": 40, "top_p": 0.9}
+
+
+def make_engine(model: nn.Module, stages: int, tensor_ranks: int = 1, shared: bool = False, zero: int = 0) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "zero_optimization": {"stage": zero, "stage3_param_persistence_threshold": 0},
+        "tensor_parallel": {"size": tensor_ranks, "sequence_parallel": shared},
+    }
+    module = PipelineModule(from_hf(model), stages, partition_method="uniform", config=config)
+    return parallel3d.initialize(model=module, config=config)[0]
+
+
+def requests(replica: int, ends: list[int], of: Callable[..., Tensor]) -> list[Tensor]:
+    """Generate by `of` from whole and padded prompts, which end early or not; each replica has its own prompts."""
+    ids = token_ids(BATCH, SEQ, seed=replica)
+    mask = torch.ones_like(ids)
+    mask[0, : 2 + replica] = mask[1, :1] = 0
+    return [
+        of(ids, attention_mask=mask, max_new_tokens=NEW, eos_token_id=ends, pad_token_id=0),
+        of(ids, max_new_tokens=NEW),
+        of(ids, max_new_tokens=NEW, seed=11, **SAMPLING),
+    ]
+
+
+def by_transformers(model: Any, ids: Tensor, seed: int = 0, **options: Any) -> Tensor:
+    torch.manual_seed(seed)
+    model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
+    options.setdefault("attention_mask", torch.ones_like(ids))
+    return model.generate(ids, **({"do_sample": False} | options))
+
+
+def ends_of(model: nn.Module) -> list[int]:
+    """Return tokens after which all prompts of replica 0 end early: what its rows say third, fourth and fifth."""
+    greedy = requests(0, [VOCAB + 1], partial(by_transformers, model))[0]
+    return [int(greedy[row, SEQ + 2 + row]) for row in range(BATCH)]
+
+
+def note_length(lengths: list[int], _: nn.Module, args: tuple[dict[str, Tensor]]) -> None:
+    lengths.append(args[0]["input_ids"].shape[1])
+
+
+def generate_all(
+    layouts: list[tuple[Any, ...]], ends: dict[str, list[int]]
+) -> list[tuple[int, list[Tensor], list[int]]]:
+    """Return, of each layout, the replica, what it has generated, and the numbers of tokens that its first layer was given."""
+    results = []
+    for name, *layout in layouts:
+        engine = make_engine(make_model(name), *layout)
+        lengths: list[int] = []
+        if engine.is_first_stage():
+            engine.module.layers["0"].register_forward_pre_hook(partial(note_length, lengths))
+        replica = engine.get_data_parallel_rank()
+        engine.train()
+        results.append((replica, requests(replica, ends[name], engine.generate), lengths))
+        assert all(module.training for module in engine.module.modules())
+        assert all(getattr(layer, "_past", None) is None for layer in engine.module.layers.values())
+    return results
+
+
+def test_every_layout_says_what_transformers_says(run_ranks, full: bool):
+    layouts = LAYOUTS + (MORE if full else [])
+    models = {name: make_model(name) for name in {name for name, *_ in layouts}}
+    ends = {name: ends_of(model) for name, model in models.items()}
+    ranks = run_ranks(4, generate_all, layouts, ends)
+    for k, layout in enumerate(layouts):
+        reference = partial(by_transformers, models[layout[0]])
+        for replica, found, lengths in (rank[k] for rank in ranks):
+            wanted = requests(replica, ends[layout[0]], reference)
+            for own, theirs in zip(found, wanted, strict=True):
+                assert torch.equal(own, theirs), (layout, own, theirs)
+            assert replica or wanted[0].shape[1] < SEQ + NEW
+            if lengths:  # each prompt once, and then one token a step
+                assert lengths.count(SEQ) == 3
+                assert set(lengths) == {SEQ, 1}
