@@ -50,6 +50,7 @@ TEST = [
     "transformers>=5",
     "accelerate>=1.10",
     "peft>=0.17",
+    "torchdata>=0.11",
     "selenium>=4.20",
 ]
 

@@ -18,7 +18,7 @@ from parallel3d.deepspeed.arguments import find_config, known_values
 from parallel3d.errors import ConfigError, DataError
 from parallel3d.models.huggingface.meta import read_when_needed
 from parallel3d.optim import build_optimizer, build_scheduler
-from parallel3d.pipe.data import MicroBatchSampler, RepeatingLoader
+from parallel3d.pipe.data import MicroBatchSampler, RepeatingLoader, ReplicaSamples
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.pipe.single_stage import SingleStageModule
 from parallel3d.zero.external import set_configured_leaf_modules
@@ -51,8 +51,8 @@ def initialize(
       some of them.
     - optimizer: an optimizer, or a callable of the parameters; None for the configuration's, or to evaluate only.
     - model_parameters: the parameters to train, or groups of them; by default all that require a gradient.
-    - training_data: a dataset of samples, (inputs, labels) for a PipelineModule, for which a loader is made; or a DataLoader
-      of this replica's micro-batches.
+    - training_data: a dataset of samples, (inputs, labels) for a PipelineModule, for which a loader is made: it may be a
+      stream without length, of which every replica reads all samples. Or a DataLoader of this replica's micro-batches.
     - lr_scheduler: stepped after each step that isn't skipped; or a callable of the optimizer. A scheduler that the
       configuration names is used instead.
     - dist_init_required: False if the script called init_process_group. distributed_port: MASTER_PORT, if no launcher set it.
@@ -211,15 +211,14 @@ def _make_loader(
                 f"{sizes.micro_batch_size}; make the two equal"
             )
         return data
+    groups = model.groups
+    own = sizes.micro_batch_size, groups.coordinate("data"), groups.data.size, sizes.num_micro_batches
+    options: dict[str, Any] = {"collate_fn": collate_fn, "pin_memory": model.device.type == "cuda"}
     if not isinstance(data, Sized):
-        raise DataError(f"training_data {type(data).__name__} has no length; pass your own iterator to train_batch")
-    sampler = MicroBatchSampler(
-        len(data),
-        sizes.micro_batch_size,
-        model.groups.coordinate("data"),
-        model.groups.data.size,
-        sizes.num_micro_batches,
-        seed=config.seed,
-        drop_last=config.dataloader_drop_last,
-    )
-    return DataLoader(data, batch_sampler=sampler, collate_fn=collate_fn, pin_memory=model.device.type == "cuda")
+        if not hasattr(data, "__iter__"):
+            raise DataError(
+                f"training_data {type(data).__name__} has neither a length nor __iter__; give it one of them"
+            )
+        return DataLoader(ReplicaSamples(data, *own), batch_size=sizes.micro_batch_size, **options)
+    sampler = MicroBatchSampler(len(data), *own, seed=config.seed, drop_last=config.dataloader_drop_last)
+    return DataLoader(data, batch_sampler=sampler, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ import torch
 import toy
 from layouts import BASE_SEED, OPTIMIZERS, specs
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import parallel3d
 from parallel3d import DeepSpeedEngine as Engine
@@ -31,6 +33,16 @@ class Samples(Dataset[Any]):
         self.read.append(k)
         ids, labels = toy.micro_batch(k)
         return ids[0], labels[0]
+
+
+class Stream(IterableDataset[Any]):
+    """The samples in order, without length."""
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._samples.__getitem__, range(SAMPLES_IN_ALL))
 
 
 class Norms(nn.Module):
@@ -71,7 +83,7 @@ def make(case: str, seed: int, data: Any = None) -> Engine:
     }.get(case, {})
     data = data or Samples()
     model: nn.Module
-    if case in ("plain", "own loader"):
+    if case in ("plain", "own loader", "stateful loader", "stream"):
         torch.manual_seed(seed)
         model = Norms()
     else:
@@ -79,9 +91,13 @@ def make(case: str, seed: int, data: Any = None) -> Engine:
         items = specs(toy.model(tied=True, num_blocks=2, dropout=0.2))
         loss = toy.cross_entropy
         model = PipelineModule(items, loss_fn=loss, seed_layers=True, base_seed=seed + BASE_SEED, config=config)
+    replicas, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     if case == "own loader":
-        replicas, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
         data = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, replicas, rank))
+    if case == "stateful loader":
+        data = StatefulDataLoader(data, batch_size=2, sampler=DistributedSampler(data, replicas, rank))
+    if case == "stream":
+        data = Stream(data)
     return parallel3d.initialize(model=model, config=config, training_data=data)[0]
 
 

@@ -280,8 +280,8 @@ class _CheckpointLoader:
         self.data = decode(ranks[rank if same else 0]["data"], self.reader.read)
         self.replica = decode(ranks[rank]["replica"], self.reader.read) if same else {}
         if not same and self.data is not None and "taken" in self.data:
-            replicas = self._model.groups.data.size
-            self.data["taken"] = self.data["taken"] * self.state["layout"]["data"] // replicas
+            before, now = self.state["layout"]["data"], self._model.groups.data.size
+            self.data |= {"taken": self.data["taken"] * before // now, "loader": None}
 
     def _want_model(self) -> None:
         wanted, reader, left_out = self.wanted, self.reader, set(self.reader.manifest.state["left_out"])

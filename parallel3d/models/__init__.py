@@ -5,4 +5,5 @@ from parallel3d.models.decoder import decoder
 from parallel3d.models.huggingface.export import save_hf
 from parallel3d.models.huggingface.load import from_hf
 from parallel3d.models.loss import CausalLMLoss, causal_lm_loss
+from parallel3d.models.packing import PackedDocuments
 from parallel3d.models.sliced import SlicedLogits

@@ -153,7 +153,7 @@ class Attention(_Residual):
         projected = column_outputs((self.query, self.key, self.value), normed, length)
         rotation = self._tables.rotary(projected[0], position_ids) if self.config.rope is not None else None
         seen = 0 if self._past is None else self._past.seen
-        causal = self._tables.causal(projected[0], self._window, attention_mask, seen)
+        causal = self._tables.causal(projected[0], self._window, attention_mask, position_ids, seen)
         drops = self.training and self.config.attention_dropout
         mix = self._mix_with_dropout if drops else _mix if self._past is None else self._mix_with_past
         return self.mixing(projected, rotation, causal, attention_mask, mix), hidden

@@ -152,11 +152,11 @@ def _continue(module: PipelineModule, forward: Forward, together: bool, request:
     seen, end, others = 0, length, module.groups.data if together else module.groups.alone()
     while tokens.shape[1] < length:
         inputs = {"input_ids": tokens[:, seen:]}
-        if mask is None:
-            inputs["position_ids"] = torch.arange(seen, tokens.shape[1], device=device)[None]
-        else:
+        if mask is not None:
             inputs |= {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)[:, seen:], "attention_mask": mask}
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+        elif seen:  # those of the prompts are the default
+            inputs["position_ids"] = torch.arange(seen, tokens.shape[1], device=device)[None]
         logits = forward(inputs, signature((inputs, seen)))
         following, seen = _chosen(module, logits, request, generator, tokens), tokens.shape[1]
         following = following.where(unfinished, tokens.new_tensor(request.pad_token_id or 0))

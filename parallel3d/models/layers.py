@@ -31,7 +31,7 @@ class Stream(NamedTuple):
 
     - hidden: [batch, seq, hidden], or a rank's shard of the sequence.
     - attention_mask: as for `tables.combined`.
-    - position_ids: [batch or 1, seq].
+    - position_ids: [batch or 1, seq]; with no mask they also tell documents apart.
     - length: of the whole sequence, if hidden is a shard of it.
     """
 
@@ -194,7 +194,7 @@ class TokenEmbedding(DecoderLayer):
             if ids.shape[1] > self.config.max_positions:
                 raise DataError(f"{ids.shape[1]} tokens in a row, but max_positions is {self.config.max_positions}")
             where = torch.arange(ids.shape[1], device=ids.device) if positions is None else positions
-            hidden, positions = self._sharding.scatter(hidden + self.positions(where)), None
+            hidden = self._sharding.scatter(hidden + self.positions(where))
         length = self._sharding.length(ids.shape[1])
         return close_stream(Stream(self.dropout(hidden, length), mask, positions, length))
 

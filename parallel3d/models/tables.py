@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from parallel3d.models.config import DecoderConfig, Rope
@@ -110,24 +111,34 @@ class Tables:
         angles = positions[..., None].float() * frequencies
         return angles.cos() * scale, angles.sin() * scale
 
-    def causal(self, x: Tensor, window: int | None, attention_mask: Tensor | None, seen: int = 0) -> Tensor | None:
+    def causal(
+        self, x: Tensor, window: int | None, attention_mask: Tensor | None, position_ids: Tensor | None, seen: int = 0
+    ) -> Tensor | None:
         """Return the mask [seq, seen + seq] that `combined` needs besides an attention mask, or None.
 
-        x: [batch, seq, ...]. seen: number of positions before these.
+        Without an attention mask, positions that don't go on by one begin another document, as in transformers: then the mask
+        is [batch or 1, 1, seq, seq], and no position attends to another document.
+
+        x: [batch, seq, ...]. seen: number of positions of the same document before these.
         """
         seq = x.shape[1]
         if seen:
             all_seen = seq == 1 and attention_mask is None and (window is None or window > seen)
             return None if all_seen else _within(window, seen, seen + seq, x.device)
         window = None if window is None or window >= seq else window
-        if window is None and (attention_mask is None or attention_mask.dim() != 2):
+        positions = position_ids if attention_mask is None else None
+        if window is None and positions is None and (attention_mask is None or attention_mask.dim() != 2):
             return None
         known = self._masks.get((x.device, window))
         if known is None or known.shape[0] < seq:
             with torch.inference_mode(False):
                 known = _within(window, 0, seq, x.device)
             self._masks[x.device, window] = known
-        return known[:seq, :seq]
+        mask = known[:seq, :seq]
+        if positions is None:
+            return mask
+        document = F.pad(positions.diff(dim=1) != 1, (1, 0)).cumsum(dim=1)
+        return mask & (document[:, None, :, None] == document[:, None, None, :])
 
 
 def _within(window: int | None, start: int, stop: int, device: torch.device) -> Tensor:

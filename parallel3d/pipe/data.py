@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import IterableDataset, Sampler
 
 from parallel3d.errors import DataError
 
@@ -15,7 +17,7 @@ class RepeatingLoader:
     """Iterator over a loader that starts the loader again when it ends. Raises DataError for a loader without a batch."""
 
     def __init__(self, loader: Iterable[Any]):
-        self.loader = loader
+        self.loader: Any = loader
         self._start()
 
     def _start(self) -> None:
@@ -39,16 +41,25 @@ class RepeatingLoader:
         raise DataError("the loader yields nothing; give it data, or a batch size it can fill")
 
     def state_dict(self, unused: int = 0) -> dict[str, Any]:
-        """Return the position `unused` micro-batches before the last one that was read. The state holds a tensor."""
+        """Return the position `unused` micro-batches before the last one that was read. The state holds tensors.
+
+        A loader that has a state_dict, as torchdata's StatefulDataLoader, gives its own position, which is after the unused
+        ones: they are left out after a load, and a warning says so.
+        """
         sampler = _resumable_sampler(self.loader)
         if sampler is not None:
             return {"sampler": sampler.state_dict(unused)}
-        taken = max(0, self._num_taken - unused)
+        own = self.loader.state_dict() if hasattr(self.loader, "state_dict") else None
+        if unused and own is not None:
+            warnings.warn(
+                f"{unused} micro-batches that were read, but not used, are left out after a load", stacklevel=2
+            )
+        taken = max(0, self._num_taken - (unused if own is None else 0))
         epoch = getattr(getattr(self.loader, "sampler", None), "epoch", None)
-        return {"taken": taken, "epoch": epoch, "generator": self._generator if taken else None}
+        return {"taken": taken, "epoch": epoch, "generator": self._generator if taken else None, "loader": own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a position. If the loader's sampler has no position, the batches before it are read and dropped.
+        """Continue at a position. If neither the loader nor its sampler has one, the batches before it are read and dropped.
 
         Such a loader must yield batches in the same order as before: its sampler gets the epoch that it had, by
         `set_epoch`, and torch's generator the state that it had. Raises DataError if a loader of another kind was saved.
@@ -64,9 +75,16 @@ class RepeatingLoader:
         set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
         if set_epoch is not None and state["epoch"] is not None:
             set_epoch(state["epoch"])
+        own = state.get("loader") if hasattr(self.loader, "load_state_dict") else None
+        if own is not None:
+            self.loader.load_state_dict(own)
         self._start()
         if state["taken"]:
-            torch.set_rng_state(state["generator"])
+            self._generator = state["generator"]
+            torch.set_rng_state(self._generator)
+        if own is not None:
+            self._num_taken = state["taken"]
+            return
         for _ in range(state["taken"]):
             next(self)
 
@@ -74,6 +92,27 @@ class RepeatingLoader:
 def _resumable_sampler(loader: Any) -> MicroBatchSampler | None:
     sampler = getattr(loader, "batch_sampler", None)
     return sampler if isinstance(sampler, MicroBatchSampler) else None
+
+
+class ReplicaSamples(IterableDataset[Any]):
+    """The samples of one replica of a dataset without length, dealt as MicroBatchSampler does.
+
+    Each replica reads all samples and keeps its own. Samples at the end that don't fill a step are left out.
+    """
+
+    def __init__(
+        self, data: Iterable[Any], micro_batch_size: int, replica: int, num_replicas: int, num_micro_batches: int = 1
+    ):
+        self._data, self._micro_batch_size = data, micro_batch_size
+        self._start, self._stride = replica * micro_batch_size, num_replicas * micro_batch_size
+        self._step_size = self._stride * num_micro_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the samples of whole steps."""
+        samples = iter(self._data)
+        while len(step := list(islice(samples, self._step_size))) == self._step_size:
+            for start in range(self._start, self._step_size, self._stride):
+                yield from step[start : start + self._micro_batch_size]
 
 
 class MicroBatchSampler(Sampler[list[int]]):

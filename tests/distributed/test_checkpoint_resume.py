@@ -21,6 +21,8 @@ from parallel3d import DeepSpeedEngine as Engine
         ("whole tensors", 2, False),
         ("plain", 2, False),
         ("own loader", 2, True),
+        ("stateful loader", 2, True),
+        ("stream", 2, True),
     ],
 )
 def test_a_broken_run_equals_an_unbroken_one(run_ranks, tmp_path, case: str, ranks: int, in_use: bool) -> None:

@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parallel3d.utils import RepeatingLoader as FromUtils
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import parallel3d
 from parallel3d.errors import DataError
 from parallel3d.pipe.batch import MicroBatchSource
-from parallel3d.pipe.data import MicroBatchSampler, RepeatingLoader
+from parallel3d.pipe.data import MicroBatchSampler, RepeatingLoader, ReplicaSamples
 
 # A loaded machine is no failure.
 unhurried = settings(deadline=None)
@@ -155,13 +156,9 @@ def test_a_loader_collates_the_samples_of_its_sampler():
     assert list(own) == list(MicroBatchSampler(8, 2, 0, 1, seed=3))
 
 
-def test_data_without_a_length_are_refused():
-    class Endless(IterableDataset):
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(10))
-
-    with pytest.raises(DataError, match="Endless has no length; pass your own iterator"):
-        made_loader(Endless())
+def test_data_with_neither_length_nor_iterator_are_refused():
+    with pytest.raises(DataError, match="training_data object has neither a length nor __iter__"):
+        made_loader(object())
 
 
 # MicroBatchSource
@@ -258,6 +255,45 @@ def test_positions_of_other_data_or_between_micro_batches_are_refused():
             sampler.load_state_dict({**sampler.state_dict(), **change})
     with pytest.raises(DataError, match="another kind"):
         RepeatingLoader([1, 2]).load_state_dict({"sampler": sampler.state_dict()})
+
+
+@unhurried
+@given(st.integers(0, 40), st.integers(1, 3), st.sampled_from([1, 2, 4]))
+def test_a_stream_is_dealt_alike_for_any_number_of_replicas(total: int, micro_batch_size: int, dp: int):
+    step = 4 * micro_batch_size
+    replicas = [list(ReplicaSamples(range(total), micro_batch_size, r, dp, 4 // dp)) for r in range(dp)]
+    whole = total // step * step
+    assert all(len(own) == whole // dp for own in replicas)
+    dealt = [
+        k for m in range(0, whole // dp, micro_batch_size) for own in replicas for k in own[m : m + micro_batch_size]
+    ]
+    assert dealt == list(range(whole))
+
+
+def test_a_loader_with_its_own_position_is_not_read_again():
+    def loader(read: list[int]) -> RepeatingLoader:
+        def collate(samples: list[int]) -> list[int]:
+            read.extend(samples)
+            return samples
+
+        return RepeatingLoader(StatefulDataLoader(range(9), batch_size=2, shuffle=True, collate_fn=collate))
+
+    torch.manual_seed(1)
+    one = loader([])
+    [next(one) for _ in range(7)]
+    state, generator = one.state_dict(), torch.get_rng_state()
+    with pytest.warns(UserWarning, match="2 micro-batches that were read, but not used, are left out"):
+        one.state_dict(2)
+    wanted = [next(one) for _ in range(9)]
+    torch.manual_seed(2)
+    read: list[int] = []
+    other = loader(read)
+    next(other)
+    read.clear()
+    other.load_state_dict(state)
+    assert read == []
+    torch.set_rng_state(generator)
+    assert [next(other) for _ in range(9)] == wanted
 
 
 def test_a_loader_that_shuffles_by_torchs_generator_is_brought_back():

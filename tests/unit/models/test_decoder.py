@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from parallel3d.errors import ConfigError, DataError
-from parallel3d.models import CausalLMLoss, DecoderConfig, Rope, decoder, from_hf, save_hf
+from parallel3d.models import CausalLMLoss, DecoderConfig, PackedDocuments, Rope, decoder, from_hf, save_hf
 from parallel3d.models.huggingface.weights import Weights, load_layer
 from parallel3d.pipe import LayerSpec, PipelineModule
 
@@ -106,6 +106,18 @@ def test_masks_and_positions_equal_transformers(name: str):
     got, wanted = run(from_hf(model), inputs), logits_of(model, **inputs)
     # What a padding position gives is nobody's.
     torch.testing.assert_close(got[mask.bool()], wanted[mask.bool()], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NATIVE + WRAPPED)
+def test_packed_documents_don_t_attend_to_each_other(name: str):
+    model = make_model(name)
+    documents = [token_ids(1, seq, seed=seq)[0].tolist() for seq in (3, 1, 9, 7)]
+    rows = [inputs for inputs, _ in PackedDocuments(documents, 20)]
+    packed = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+    got = run(from_hf(model), packed).flatten(0, 1)[:20]
+    # Each document alone, as plain tokens.
+    wanted = torch.cat([logits_of(model, input_ids=torch.tensor([ids]))[0] for ids in documents])
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", WRAPPED)
