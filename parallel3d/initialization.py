@@ -153,7 +153,10 @@ def _explain_built(model: PipelineModule, section: str, value: object) -> str:
             f"the model is a {name}, which is whole on every rank; build a PipelineModule of tensor-parallel layers, as "
             "parallelize makes them"
         )
-    return f"the model is a {name}, for which it is {value!r}; build a PipelineModule of its layers"
+    return (
+        f"the model is a {name}, for which it is {value!r}; build a PipelineModule of its layers (for Hugging Face's Trainer, "
+        "parallel3d.huggingface.PipelineTrainer does)"
+    )
 
 
 def _trainable(parameters: Parameters) -> list[Any]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
+import subprocess
+import sys
 import zipfile
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,9 @@ from warm import run_codes
 from parallel3d.cli.deepspeed import write_wheel
 
 STEPS, SAVED = 4, 2
+# What DeepSpeed's WarmupDecayLR with 2 steps of warmup multiplies the rate of each step with; the last is in no step.
+RATES = (0.0, 0.0, 1.0, 1.0, 0.5)
+NOT_RESUMED = ("rates", "memory", "twice")
 
 
 def model_directory(directory: Path) -> Path:
@@ -56,24 +63,61 @@ def forget_state() -> None:
     unset_hf_deepspeed_config()
 
 
-def run_job(directory: Path, module: str, configs: dict[str, dict[str, Any] | None], world: int = 2) -> dict[str, Any]:
-    """Run main(model, directory, configs) of a module on some ranks, where deepspeed is what `p3d deepspeed install` installs.
-
-    Returns what it has written.
-    """
+def _environment(directory: Path) -> dict[str, str]:
+    """Return the environment of ranks on the CPU, where deepspeed is what `p3d deepspeed install` installs."""
     with zipfile.ZipFile(write_wheel(directory)) as wheel:
         wheel.extractall(directory / "site")
+    model_directory(directory / "model")
+    paths = os.pathsep.join([str(directory / "site"), *map(str, Path(__file__).parents[:2])])
+    return {
+        **os.environ,
+        "PYTHONPATH": paths,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
+def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    paths = [str(directory / "site"), str(Path(__file__).parent)]
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
-    environment |= {"GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    arguments = str(model_directory(directory / "model")), str(directory), json.dumps(configs)
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def run_job(directory: Path, module: str, configs: dict[str, Any], world: int = 2) -> dict[str, Any]:
+    """Run main(model, directory, configs) of a module on some ranks; return what it has written."""
+    environment = _environment(directory) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    arguments = str(directory / "model"), str(directory), json.dumps(configs)
+    paths = environment["PYTHONPATH"].split(os.pathsep)
     code = f"import sys; sys.path[:0] = {paths!r}\nfrom {module} import main\nmain(*{arguments!r})"
-    ranks = [{**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+    ranks = [
+        {**environment, "WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)
+    ]
     for ended in run_codes(code, directory / f"ranks of {world}", ranks, most_seconds=400):
         assert ended.returncode == 0, ended.stderr
+    found: dict[str, Any] = json.loads((directory / "found.json").read_text())
+    return found
+
+
+def launch_job(directory: Path, module: str, deepspeed: dict[str, Any], configs: dict[str, Any]) -> dict[str, Any]:
+    """Do what run_job does on 2 ranks that `accelerate launch` starts, with a configuration that is in a file."""
+    environment = _environment(directory)
+    (directory / "deepspeed.json").write_text(json.dumps(deepspeed))
+    settings = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "DEEPSPEED",
+        "deepspeed_config": {"deepspeed_config_file": str(directory / "deepspeed.json"), "zero3_init_flag": False},
+        "num_machines": 1,
+        "num_processes": 2,
+        "machine_rank": 0,
+        "main_process_port": _free_port(),
+    }
+    (directory / "accelerate.json").write_text(json.dumps(settings))
+    script = str(Path(__file__).parent / f"{module}.py")
+    arguments = str(directory / "model"), str(directory), json.dumps(configs)
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(directory / "accelerate.json")]
+    subprocess.run([*launcher, script, *arguments], env=environment, check=True, timeout=400)
     found: dict[str, Any] = json.loads((directory / "found.json").read_text())
     return found
 
@@ -87,18 +131,51 @@ def with_adapters(model: Any) -> Any:
     return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
 
 
-def train(model: Path, out: Path, config: dict[str, Any] | None, adapts: bool, resumes: bool = False) -> dict[str, Any]:
+def with_little_memory(model: Any) -> Any:
+    """Let the model train on micro-batches of 2 rows at most."""
+    import torch
+
+    forward = model.forward
+
+    @wraps(forward)
+    def limited(*args: Any, **kwargs: Any) -> Any:
+        if model.training and len(kwargs["input_ids"]) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+        return forward(*args, **kwargs)
+
+    model.forward = limited
+    return model
+
+
+def num_engine_states() -> int:
+    """Return how many engines of this process hold gradients, masters and optimizer state."""
+    from parallel3d.engine.update import WeightUpdate
+
+    gc.collect()
+    return sum(isinstance(found, WeightUpdate) for found in gc.get_objects())
+
+
+def train(model: Path, out: Path, config: dict[str, Any] | None, kind: str, resumes: bool = False) -> dict[str, Any]:
     """Train as with `TrainingArguments(deepspeed=config)`; None for DDP. Return what the log and the best model say.
 
-    adapts: whether adapters are trained, of a frozen model.
+    kind: "adapters", of a frozen model; "rates", of DeepSpeed's schedule, also with DDP; "memory", which lacks at first;
+    "twice", to train a second time; or another word.
     """
+    import torch
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
+    class WithRates(Trainer):
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: RATES[step])
+            return self.lr_scheduler
+
     forget_state()
+    before = num_engine_states()
     rows = samples()
     arguments = TrainingArguments(
         str(out),
-        per_device_train_batch_size=2,
+        per_device_train_batch_size=3 if kind == "memory" else 2,
+        auto_find_batch_size=kind == "memory",
         gradient_accumulation_steps=4 // int(os.environ["WORLD_SIZE"]),
         max_steps=STEPS,
         learning_rate=1e-2,
@@ -117,9 +194,14 @@ def train(model: Path, out: Path, config: dict[str, Any] | None, adapts: bool, r
         seed=0,
     )
     own = AutoModelForCausalLM.from_pretrained(model)
-    own = with_adapters(own) if adapts else own
-    trainer = Trainer(model=own, args=arguments, train_dataset=rows, eval_dataset=rows[:8])
+    changes = {"adapters": with_adapters, "memory": with_little_memory}
+    own = changes[kind](own) if kind in changes else own
+    trainer_class = WithRates if kind == "rates" and config is None else Trainer
+    trainer = trainer_class(model=own, args=arguments, train_dataset=rows, eval_dataset=rows[:8])
     trainer.train(resume_from_checkpoint=str(out / f"checkpoint-{SAVED}") if resumes else None)
+    if kind == "twice":
+        trainer.model_wrapped, trainer.optimizer = trainer.model, None
+        trainer.train()
     log = trainer.state.log_history
     trainer.save_model(str(out / "saved"))
     return {
@@ -128,6 +210,7 @@ def train(model: Path, out: Path, config: dict[str, Any] | None, adapts: bool, r
         "rate": [entry["learning_rate"] for entry in log if "learning_rate" in entry],
         "eval": [entry["eval_loss"] for entry in log if "eval_loss" in entry],
         "best": trainer.evaluate()["eval_loss"],
+        "states": [num_engine_states() - before] if config is not None else [],
     }
 
 
@@ -142,11 +225,11 @@ def main(model: str, out: str, configs: str) -> None:
     torch.set_num_threads(1)
     found = {}
     for name, config in json.loads(configs).items():
-        directory = Path(out) / name
-        adapts = name.startswith("adapters")
+        directory, kind = Path(out) / name, name.partition(",")[0]
         if os.environ["WORLD_SIZE"] == "2":
-            found[name] = train(Path(model), directory, config, adapts)
-        found[f"{name}, resumed"] = train(Path(model), directory, config, adapts, resumes=True)
+            found[name] = train(Path(model), directory, config, kind)
+        if kind not in NOT_RESUMED:
+            found[f"{name}, resumed"] = train(Path(model), directory, config, kind, resumes=True)
     if os.environ["RANK"] == "0":
         (Path(out) / "found.json").write_text(json.dumps(found))
     if dist.is_initialized():

@@ -63,6 +63,16 @@ class Stored:
         """Number of elements of the parameter."""
         return sum(section.size for section in self.sections) * math.prod(self.rest)
 
+    def write(self, held: dict[str, Tensor], parameter: Tensor, dtype: torch.dtype | None = None) -> None:
+        """Copy a whole parameter into the tensors that store it, by their names; those not held yet are made."""
+        sizes = [section.size for section in self.sections]
+        parts = parameter.split(sizes) if parameter.dim() else [parameter]
+        for section, part in zip(self.sections, parts, strict=True):
+            if section.name not in held:
+                shape = self.shapes[section.name] if parameter.dim() else ()
+                held[section.name] = torch.empty(shape, dtype=dtype or parameter.dtype)
+            self.rows_of(held[section.name], section).copy_(part)
+
     def rows_of(self, tensor: Tensor, section: Section) -> Tensor:
         """Return a view of the section of a stored tensor, in the parameter's orientation."""
         rows = tensor.t() if self.transposed else tensor
@@ -205,14 +215,8 @@ def write_weights(
     with appearing(directory) as partial:
         for key, parameter in tensors:
             stored, target_dtype = targets[key]
-            sizes = [section.size for section in stored.sections]
-            parts = parameter.split(sizes) if parameter.dim() else [parameter]
-            for section, part in zip(stored.sections, parts, strict=True):
-                name, file = section.name, file_of[section.name]
-                if name not in held:
-                    shape = stored.shapes[name] if parameter.dim() else ()
-                    held[name] = torch.empty(shape, dtype=target_dtype)
-                stored.rows_of(held[name], section).copy_(part)
+            stored.write(held, parameter, target_dtype)
+            for file in (file_of[section.name] for section in stored.sections):
                 unwritten[file] -= 1
                 if not unwritten[file]:
                     complete = {other: held.pop(other) for other in list(held) if file_of[other] == file}

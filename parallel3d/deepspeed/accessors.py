@@ -19,6 +19,8 @@ from parallel3d.engine.state import Location
 from parallel3d.engine.step import evaluating
 from parallel3d.errors import ConfigError, nearest
 from parallel3d.models.generation import Request, generate
+from parallel3d.models.huggingface.export import whole_state_dict
+from parallel3d.models.huggingface.pipeline import HuggingFacePipeline
 from parallel3d.pipe.data import RepeatingLoader
 from parallel3d.zero.gathered import GatheredParameters
 
@@ -325,13 +327,11 @@ class DeepSpeedEngine(Engine):
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Return the module's state_dict with whole weights in their dtype, in host memory, on rank 0; None on the others.
 
-        Weights are gathered module by module. Collective. Raises ConfigError for a model in several stages.
+        Weights are gathered module by module; a model in several stages must have layers of `from_hf`, and its weights get
+        Hugging Face's names. Collective. Raises CheckpointError for other layers.
         """
-        if self.pipeline_module.num_stages > 1:
-            raise ConfigError(
-                f"the model has {self.pipeline_module.num_stages} stages, and no rank has all of its modules; use "
-                "engine.save_16bit_model"
-            )
+        if isinstance(self.module, HuggingFacePipeline) or self.pipeline_module.num_stages > 1:
+            return whole_state_dict(self.pipeline_module)
         state: dict[str, Tensor] = {}
         for path, module in self.module.named_modules():
             with GatheredParameters(module.parameters(recurse=False)):

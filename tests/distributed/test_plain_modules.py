@@ -232,7 +232,7 @@ def misuse(kind: str) -> str:
         ("plateau", "engine.step({'metrics': ...})"),
         ("no metrics", "only engine.step({'metrics': ...})"),
         ("thawed", "parameter frozen.weight was frozen when initialize was called"),
-        ("stages", "the model is a Model, for which it is 1; build a PipelineModule of its layers, or drop the key"),
+        ("stages", "the model is a Model, for which it is 1; build a PipelineModule of its layers ("),
         ("no loss", "one element, or (sum, count), not [3, 5, 11]"),
     ],
 )

@@ -16,7 +16,7 @@ from parallel3d.tensor_parallel.dropout import SlicedDropout
 from parallel3d.tensor_parallel.parallelize import Column, Row, Style, Whole
 
 # Before the names of a model's parameters in the state_dict of its PeftModel.
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 
 
 class UnknownRegion(Exception):
@@ -86,7 +86,7 @@ def is_saved(peft: Any, name: str, parameter: nn.Parameter) -> bool:
 
 def save_adapters(peft: Any, directory: Path, weights: Mapping[str, Tensor]) -> None:
     """Write adapter_config.json and adapter_model.safetensors. weights: by their names in the model."""
-    state = {_PREFIX + name: tensor for name, tensor in weights.items()}
+    state = {PREFIX + name: tensor for name, tensor in weights.items()}
     peft.save_pretrained(str(directory), state_dict=state, save_embedding_layers=False)
 
 

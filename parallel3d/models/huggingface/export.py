@@ -24,7 +24,7 @@ from parallel3d.checkpoint.export import (
 from parallel3d.comm.collectives import all_gather_object, receive_bytes, send_bytes
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.errors import CheckpointError
-from parallel3d.models.huggingface.adapters import is_saved, merged, merged_name, save_adapters
+from parallel3d.models.huggingface.adapters import PREFIX, is_saved, merged, merged_name, save_adapters
 from parallel3d.models.huggingface.wrap import WrappedPart
 from parallel3d.parameters import Slicing, slicing_of, whole_shape
 from parallel3d.pipe.module import PipelineModule
@@ -89,6 +89,36 @@ def save_hf(
         _save(module, values, _Output(Path(directory), dtype, max_file_bytes, merge_adapters))
 
 
+def whole_state_dict(module: PipelineModule) -> dict[str, Tensor] | None:
+    """Return all weights by Hugging Face's names, of a PeftModel the adapters alone, in host memory on rank 0; None elsewhere.
+
+    Collective over all ranks; raises CheckpointError on all.
+    """
+    output = _StateDict({})
+    with module.groups.activity.untimed(Phase.SAVING):
+        module.wait_for_weights(module)
+        _save(module, {}, output)
+    return output.state if module.groups.rank == 0 else None
+
+
+@dataclass(frozen=True)
+class _StateDict:
+    """A state_dict as the output of an export."""
+
+    state: dict[str, Tensor]
+    directory: None = None
+    merge: bool = False
+
+    def write(
+        self, pieces: Mapping[Key, Piece], tensors: Iterable[tuple[Key, Tensor]], config: Mapping[str, Any], peft: Any
+    ) -> None:
+        """Hold copies of whole tensors."""
+        for key, tensor in tensors:
+            pieces[key].stored.write(self.state, tensor)
+        for name in list(self.state) if peft is not None else ():
+            self.state[PREFIX + name] = self.state.pop(name)
+
+
 @dataclass(frozen=True)
 class _Output:
     """Form and place of an export; the fields are arguments of save_hf."""
@@ -117,14 +147,14 @@ class _Output:
                 save_adapters(peft, partial, {name: t.to(self.dtype or t.dtype, copy=True) for name, t in named})
 
 
-def _save(module: PipelineModule, masters: Mapping[nn.Parameter, Tensor], output: _Output) -> None:
+def _save(module: PipelineModule, masters: Mapping[nn.Parameter, Tensor], output: _Output | _StateDict) -> None:
     """Gather the pieces of all ranks on rank 0, which writes them. masters: written instead of their parameters."""
     groups = module.groups
     layers = {int(place): layer for place, layer in module.layers.items() if next(layer.parameters(), None) is not None}
     known = {place: layer for place, layer in layers.items() if isinstance(layer, HuggingFaceLayer)}
     peft: Any = next((part.origin.peft for part in module.layers.values() if isinstance(part, WrappedPart)), None)
     error = next((_unknown(place, layer) for place, layer in layers.items() if place not in known), None)
-    if error is None and groups.rank == 0:
+    if error is None and groups.rank == 0 and output.directory is not None:
         error = check_empty(output.directory)
     if error is None and output.merge and peft is None and known:
         error = "merge_adapters is True, but the model has no adapters; leave it out"
@@ -232,7 +262,7 @@ def _write(
     holders: Mapping[Key, Mapping[int, Piece]],
     own: _Values,
     groups: ProcessGroups,
-    output: _Output,
+    output: _Output | _StateDict,
     config: Mapping[str, Any],
     peft: Any,
 ) -> str | None:

@@ -1,0 +1,85 @@
+"""PipelineTrainer: a model in stages and slices has the numbers of a plain Trainer on one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from trainer_runs import STEPS, configuration, launch_job, run_job
+
+CPU = {"device": "cpu"}
+# What writes the configuration, or None for a plain Trainer; the number of replicas; options of pipeline_trainer_runs.train.
+Case = tuple[dict[str, Any] | None, int, dict[str, Any]]
+
+
+def case(stages: int, tensor_ranks: int, zero: dict[str, Any], replicas: int = 1, **options: Any) -> Case:
+    layout = {"pipeline": {"stages": stages}, "tensor_parallel": {"size": tensor_ranks}}
+    return configuration(zero, **layout), replicas, options
+
+
+PLAIN: dict[str, Case] = {"plain": (None, 1, {"again": True}), "adapters, plain": (None, 1, {"adapts": True})}
+REFUSED = {"label_smoothing_factor": 0.1, "average_tokens_across_devices": False, "auto_find_batch_size": True}
+REFUSING: dict[str, Case] = {"refused": case(1, 1, {"stage": 1}, arguments=REFUSED)}
+ON_TWO: dict[str, Case] = {
+    "pp2": case(2, 1, {"stage": 1}),  # its configuration is in a file
+    "dp2": case(1, 1, {"stage": 2}, 2, again=True),
+    "pp2, resumed in tp2": case(1, 2, {"stage": 0}, resumes=True, again=True),
+}
+ON_FOUR: dict[str, Case] = {
+    "pp2dp2": case(2, 1, {"stage": 2, "offload_optimizer": CPU}, 2),
+    "pp2dp2, resumed in pp2tp2": case(2, 2, {"stage": 0}, resumes=True),
+    "pp2dp2, resumed in pp2dp2 with zero3": case(2, 1, {"stage": 3}, 2, resumes=True, again=True),
+    "adapters in pp2tp2": case(2, 2, {"stage": 1}, adapts=True),
+    "adapters in pp2dp2 with zero3": case(2, 1, {"stage": 3}, 2, adapts=True),
+}
+
+
+def run(directory: Path, cases: dict[str, Case], world: int) -> dict[str, Any]:
+    return run_job(directory, "pipeline_trainer_runs", cases, world=world)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    directory = tmp_path_factory.mktemp("pipelines")
+    _, replicas, options = ON_TWO["pp2"]
+    runs = launch_job(
+        directory, "pipeline_trainer_runs", ON_TWO["pp2"][0], {**ON_TWO, "pp2": (None, replicas, options)}
+    )
+    return directory, runs | run(directory, {**PLAIN, **REFUSING}, 1)
+
+
+@pytest.fixture(scope="module")
+def found_on_four(found: tuple[Path, dict[str, Any]]) -> tuple[Path, dict[str, Any]]:
+    directory, runs = found
+    return directory, runs | run(directory, ON_FOUR, 4)
+
+
+def check(directory: Path, runs: dict[str, Any], name: str) -> None:
+    """Compare a training, and the model that it saved last, with the plain one's."""
+    plain, file = "plain", "model.safetensors"
+    if name.startswith("adapters"):
+        plain, file = "adapters, plain", "adapter_model.safetensors"
+    assert len(runs[plain]["loss"]) == len(runs[plain]["grad_norm"]) == STEPS
+    for key, values in runs[name].items():
+        assert values == pytest.approx(runs[plain][key], rel=1e-5), key
+    own, whole = (load_file(directory / run.partition(",")[0] / "saved" / file) for run in (name, plain))
+    assert own.keys() == whole.keys()
+    for key, weight in whole.items():
+        assert own[key].numpy() == pytest.approx(weight.numpy(), abs=1e-5), key
+
+
+@pytest.mark.parametrize("name", ON_TWO)
+def test_a_training_is_that_of_one_process(found: tuple[Path, dict[str, Any]], name: str):
+    check(*found, name)
+
+
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_a_training_on_four_ranks_is_that_of_one_process(found_on_four: tuple[Path, dict[str, Any]], name: str):
+    check(*found_on_four, name)
+
+
+def test_what_would_give_other_numbers_is_refused(found: tuple[Path, dict[str, Any]]):
+    error = found[1]["refused"]["error"]
+    assert all(name in error for name in REFUSED)

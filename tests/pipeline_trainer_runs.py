@@ -1,0 +1,136 @@
+"""Trainings by PipelineTrainer on the ranks of one world, and the reference: a plain Trainer on one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from trainer_runs import SAVED, STEPS, forget_state, with_adapters
+
+PADDING = 0
+
+
+def samples() -> list[dict[str, list[int]]]:
+    """Rows of unequal lengths."""
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(3, 17, (28,), generator=generator).tolist()
+    return [{"input_ids": torch.randint(1, 64, (length,), generator=generator).tolist()} for length in lengths]
+
+
+def collate(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
+    """Pad rows to the longest; the padding has no labels."""
+    import torch
+
+    longest = max(len(row["input_ids"]) for row in rows)
+    tokens = torch.tensor([row["input_ids"] + [PADDING] * (longest - len(row["input_ids"])) for row in rows])
+    mask = (tokens != PADDING).long()
+    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
+
+
+def accuracy(result: Any) -> dict[str, float]:
+    """Return how often the likeliest token is the next one, and of how many rows."""
+    best, wanted = result.predictions.argmax(-1)[:, :-1], result.label_ids[:, 1:]
+    return {"accuracy": float((best == wanted)[wanted != -100].mean()), "rows": float(len(best))}
+
+
+def train(model: Path, out: Path, config: dict[str, Any] | None, replicas: int, **options: Any) -> dict[str, Any]:
+    """Train, and return what the log, the best model and, if asked for, a second training say.
+
+    - config: for `TrainingArguments(deepspeed=)`; None for a plain Trainer, or for what `accelerate launch` has set.
+    - options: resumes (False): go on from the directory's checkpoint. again (False): train a second time. adapts (False):
+      train adapters. arguments: more of TrainingArguments, which are refused: what is returned is the error.
+    """
+    import transformers
+
+    from parallel3d.errors import ConfigError
+    from parallel3d.huggingface import PipelineTrainer
+
+    forget_state()
+    arguments = transformers.TrainingArguments(
+        str(out),
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=4 // replicas,
+        gradient_accumulation_steps=4 // replicas,
+        max_steps=STEPS,
+        learning_rate=1e-2,
+        weight_decay=0.1,
+        warmup_steps=1,
+        logging_steps=1,
+        save_steps=SAVED,
+        eval_strategy="steps",
+        eval_steps=SAVED,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        include_num_input_tokens_seen="all",
+        remove_unused_columns=False,
+        report_to=[],
+        deepspeed=config,
+        use_cpu=True,
+        ddp_backend="gloo",
+        disable_tqdm=True,
+        log_level="error",
+        seed=0,
+        **options.get("arguments", {}),
+    )
+
+    class Trainer(PipelineTrainer, transformers.Trainer):
+        pass
+
+    splits = config is not None or "ACCELERATE_USE_DEEPSPEED" in os.environ
+    own = transformers.AutoModelForCausalLM.from_pretrained(model)
+    rows = samples()
+    try:
+        trainer = (Trainer if splits else transformers.Trainer)(
+            model=with_adapters(own) if options.get("adapts") else own,
+            args=arguments,
+            train_dataset=rows,
+            eval_dataset=rows[:10],
+            data_collator=collate,
+            compute_metrics=accuracy,
+        )
+    except ConfigError as error:
+        return {"error": str(error)}
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train(resume_from_checkpoint=str(out / f"checkpoint-{SAVED}") if options.get("resumes") else None)
+    trainer.save_model(str(out / "saved"))
+
+    def logged(*keys: str) -> dict[str, list[float]]:
+        log = trainer.state.log_history
+        return {key: [float(entry[key]) for entry in log if key in entry] for key in keys}
+
+    found = {
+        "before": before,
+        **logged("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy", "eval_rows"),
+        "tokens": trainer.state.num_input_tokens_seen,
+        "flos": trainer.state.total_flos,
+        "best": trainer.evaluate()["eval_loss"],
+    }
+    if options.get("again"):
+        trainer.optimizer = None  # a plain Trainer would go on with its state
+        trainer.train()
+        found["again"] = logged("loss")["loss"]
+    return found
+
+
+def main(model: str, out: str, configs: str) -> None:
+    """Train with each configuration of a JSON mapping, and write what happened. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    found = {}
+    for name, (config, replicas, options) in json.loads(configs).items():
+        found[name] = train(Path(model), Path(out) / name.partition(",")[0], config, replicas, **options)
+    if os.environ.get("RANK", "0") == "0":
+        (Path(out) / "found.json").write_text(json.dumps(found))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
