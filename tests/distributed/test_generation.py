@@ -94,7 +94,7 @@ def test_every_layout_says_what_transformers_says(run_ranks, full: bool):
     layouts = LAYOUTS + (MORE if full else [])
     models = {name: make_model(name) for name in {name for name, *_ in layouts}}
     ends = {name: ends_of(model) for name, model in models.items()}
-    ranks = run_ranks(4, generate_all, layouts, ends)
+    ranks = run_ranks(4, generate_all, layouts, ends, timeout=500)
     for k, layout in enumerate(layouts):
         reference = partial(by_transformers, models[layout[0]])
         for replica, found, lengths in (rank[k] for rank in ranks):

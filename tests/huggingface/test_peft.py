@@ -105,7 +105,7 @@ def test_adapters_train_in_each_layout_and_continue_in_the_next(run_ranks, tmp_p
     trainings = list(range(len(LAYOUTS) if full else 5 if name == "llama" else 1))
     model = adapted(name)
     model.save_pretrained(tmp_path / "0")
-    ranks = run_ranks(4, train, name, str(tmp_path), trainings)
+    ranks = run_ranks(4, train, name, str(tmp_path), trainings, timeout=500)
     num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert num_trained < 0.3 * sum(p.numel() for p in model.parameters())
     for k in trainings:
@@ -116,7 +116,8 @@ def test_adapters_train_in_each_layout_and_continue_in_the_next(run_ranks, tmp_p
             for found, expected in zip(steps, wanted, strict=True):
                 assert found == pytest.approx(expected, rel=1e-6), LAYOUTS[k]
             # Gradients and two moments of the adapters in float64, and nothing of what is frozen.
-            assert 0 < sum(state) < 1.1 * 3 * 8 * num_trained
+            assert sum(state) < 1.1 * 3 * 8 * num_trained
+        assert sum(sum(rank[k][1]) for rank in ranks) > 0
         model.save_pretrained(tmp_path / "reference")
         own, others = (load_file(tmp_path / f / "adapter_model.safetensors") for f in (str(k + 1), "reference"))
         assert own.keys() == others.keys()
