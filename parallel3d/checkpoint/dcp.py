@@ -23,7 +23,7 @@ from parallel3d.checkpoint.whole import WholeCheckpoint
 from parallel3d.errors import CheckpointError
 
 _METADATA = ".metadata"
-_OPTIMIZER = re.compile(r"optim\w*\.(?:state|param_groups)\.(.+)\.(\w+)")
+_OPTIMIZER = re.compile(r"optim\w*\.(state|param_groups)\.(.+)\.(\w+)")
 # Settings of torch's groups that concern how a process computes; a checkpoint here has none.
 _UNSET = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
 # What a file of metadata may name, besides dtypes and layouts.
@@ -81,10 +81,11 @@ class _Metadata(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
-def read_dcp(directory: Path) -> WholeCheckpoint:
+def read_dcp(directory: Path, weights_only: bool = False) -> WholeCheckpoint:
     """Read weights and the optimizer's tensors; its settings, which are pickled, stay the new engine's.
 
-    Names are as in export_dcp; weights may also be without "model.", as torchtitan saves them. Raises CheckpointError.
+    Names are as in export_dcp; weights may also be without "model.", as torchtitan saves them. weights_only: leave out the
+    optimizer's state. Raises CheckpointError.
     """
     from torch.distributed.checkpoint import FileSystemReader, load
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -106,7 +107,8 @@ def read_dcp(directory: Path) -> WholeCheckpoint:
     tensors = {}
     for name, value in found.items():
         if match := _OPTIMIZER.fullmatch(name):
-            tensors[f"{OPTIMIZER}{match[2]}/{match[1]}"] = value
+            if match[1] == "state" and not weights_only:
+                tensors[f"{OPTIMIZER}{match[3]}/{match[2]}"] = value
         elif name.startswith(prefix):
             tensors[MODEL + name.removeprefix(prefix)] = value
     trained = sorted({name.split("/", 2)[2] for name in tensors if name.startswith(OPTIMIZER)})

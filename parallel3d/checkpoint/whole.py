@@ -42,27 +42,29 @@ class WholeCheckpoint:
     buffers: frozenset[str] = frozenset()
 
     def write(self, save_dir: Path, tag: str) -> list[str]:
-        """Write <save_dir>/<tag>, which `latest` then names; return the names of what no checkpoint can hold and is left out.
+        """Write <save_dir>/<tag>, which `latest` then names; return why values are left out that no checkpoint can hold.
 
         Training continues with the generators and the data as they are. Raises CheckpointError; then nothing is written.
         """
         tensors, left_out = dict(self.tensors), []
-        client_state: Json = {}
-        for key, value in self.client_state.items():
+
+        def encoded(value: Any, path: str) -> Any:
             held: dict[str, Tensor] = {}
             try:
-                client_state[key] = encode(value, f"client_state.{key}", held)
+                result = encode(value, path, held)
             except CheckpointError as error:
                 left_out.append(str(error))
-            else:
-                tensors |= held
+                return None
+            tensors.update(held)
+            return result
+
         state = {
             "layout": {"pipe": 1, "data": 1, "model": 1},
             "counters": dict(self.counters),
             "loss_scaler": None,
             "streams": {},
-            "lr_scheduler": encode(self.lr_scheduler, "lr_scheduler", tensors),
-            "client_state": client_state,
+            "lr_scheduler": encoded(self.lr_scheduler, "lr_scheduler"),
+            "client_state": {key: encoded(value, f"client_state.{key}") for key, value in self.client_state.items()},
             "optimizer": {"type": self.optimizer, "groups": merge_groups(self.groups), "numbers": {}},
             "left_out": [],
             "huggingface": None,

@@ -167,7 +167,7 @@ def _export(options: argparse.Namespace) -> int:
 def _import(options: argparse.Namespace) -> int:
     source: Path = options.source
     if is_dcp(source):
-        whole = read_dcp(source)
+        whole = read_dcp(source, options.weights_only)
     else:
         tag = options.tag or (None if is_deepspeed(source) else latest_tag(source))
         source = source / tag if tag else source

@@ -127,10 +127,9 @@ class Checkpoints:
         return self._groups.activity.untimed(Phase.SAVING)
 
     def _own_state(self) -> Json:
-        iterator = self._data.iterator
-        data = (
-            iterator.state_dict(self._data.source.num_left(iterator)) if isinstance(iterator, RepeatingLoader) else None
-        )
+        iterator, data = self._data.iterator, None
+        if isinstance(iterator, RepeatingLoader):
+            data = iterator.state_dict(self._data.source.num_left(iterator))
         return {"generators": generator_states(self._model.device), "data": data, "replica": self._replica_state.own()}
 
     def _shared_state(self, scheduler: Any) -> Json:
