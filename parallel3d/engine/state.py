@@ -29,7 +29,7 @@ from parallel3d.errors import CheckpointError
 from parallel3d.parameters import slicing_of
 from parallel3d.pipe.batch import TrainingData
 from parallel3d.pipe.data import RepeatingLoader
-from parallel3d.pipe.module import PipelineModule
+from parallel3d.pipe.module import PipelineModule, tied_copies
 from parallel3d.rng import RandomStreams, generator_states, set_generator_states
 from parallel3d.zero.values import weights_of
 
@@ -127,8 +127,7 @@ class Checkpoints:
         return self._groups.activity.untimed(Phase.SAVING)
 
     def _own_state(self) -> Json:
-        iterator = self._data.iterator
-        data = None
+        iterator, data = self._data.iterator, None
         if isinstance(iterator, RepeatingLoader):
             data = iterator.state_dict(self._data.source.num_left(iterator))
         return {"generators": generator_states(self._model.device), "data": data, "replica": self._replica_state.own()}
@@ -141,6 +140,7 @@ class Checkpoints:
             "loss_scaler": update.scaler.state_dict() if update.scaler is not None else None,
             "streams": self._streams.state_dict(),
             "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
+            "copies": tied_copies(self._model),
         }
 
     def _summarize(self, everyone: list[Json]) -> tuple[Json, list[Json]]:
@@ -176,13 +176,12 @@ class Checkpoints:
             if path is None:
                 return None, None
             loading = _CheckpointLoader(self._model, self._update, path)
-            everything = not module_only
             self._decision.attempt(
-                "load_checkpoint, reading the manifest", lambda: loading.prepare(everything and with_optimizer)
+                "load_checkpoint, reading the manifest", lambda: loading.prepare(with_optimizer and not module_only)
             )
             agree_to_read(self._decision, loading.reader, loading.wanted, strict)
             self._decision.attempt(
-                "load_checkpoint, reading tensors", lambda: self._apply(loading, everything, scheduler)
+                "load_checkpoint, reading tensors", lambda: self._apply(loading, not module_only, scheduler)
             )
             self._update.sharded.follow_masters(loading.optimizer is not None)
             return str(path), loading.state["client_state"]
@@ -248,7 +247,7 @@ class _CheckpointLoader:
     """
 
     state: Json
-    generators: Json
+    generators: Json | None
     data: Json | None
     replica: dict[str, Tensor]
 
@@ -285,6 +284,7 @@ class _CheckpointLoader:
 
     def _want_model(self) -> None:
         wanted, reader, left_out = self.wanted, self.reader, set(self.reader.manifest.state["left_out"])
+        wanted.known.update(MODEL + name for name in tied_copies(self._model))  # other programs store them, too
         for bucket in self._update.reducer.all_buckets():
             for shard in bucket.pieces:
                 weight, master = MODEL + shard.info.name, MASTER + shard.info.name
