@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -93,11 +94,11 @@ def _save(
     pieces: dict[Key, Piece] = {}
     contributing = known if groups.coordinate("data") == 0 else {}
     for place, layer in contributing.items():
-        names = layer.stored()
-        for name, parameter in layers[place].named_parameters():
-            value = masters.get(parameter, parameter)
+        for name, stored in layer.stored().items():
+            tensor = attrgetter(name)(layer)
+            value = masters.get(tensor, tensor)
             pieces[place, name] = Piece(
-                names[name], tuple(value.shape), whole_shape(parameter), value.dtype, slicing_of(parameter)
+                stored, tuple(value.shape), whole_shape(tensor), value.dtype, slicing_of(tensor)
             )
     everyone = all_gather_object((pieces, config, error), groups.control)
     _raise_first([error for _, _, error in everyone])
@@ -139,8 +140,8 @@ class _Values:
             self._gathered.close()
             self._gathered.enter_context(GatheredParameters(self._layers[place].parameters()))
             self._place = place
-        parameter = self._layers[place].get_parameter(name)
-        return self._masters.get(parameter, parameter).detach()
+        tensor = attrgetter(name)(self._layers[place])
+        return self._masters.get(tensor, tensor).detach()
 
 
 def _unknown(place: int, layer: nn.Module) -> str:
