@@ -26,7 +26,7 @@ from parallel3d.config import CheckpointConfig
 from parallel3d.engine.calls import StepProgress
 from parallel3d.engine.update import WeightUpdate
 from parallel3d.errors import CheckpointError
-from parallel3d.parameters import slicing_of
+from parallel3d.parameters import persistent_buffers, slicing_of
 from parallel3d.pipe.batch import TrainingData
 from parallel3d.pipe.data import RepeatingLoader
 from parallel3d.pipe.module import PipelineModule, tied_copies
@@ -350,19 +350,11 @@ def _frozen_parts(model: PipelineModule, update: WeightUpdate) -> Iterator[tuple
 def _other_state(model: PipelineModule) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of a state_dict's other tensors: buffers, such as running means, and those of the loss function."""
     for layer, module in model.layers.items():
-        for name, buffer in _persistent_buffers(module):
+        for name, buffer in persistent_buffers(module):
             yield MODEL + model.global_name(int(layer), name), buffer
     if isinstance(model.loss_fn, nn.Module):
-        for name, tensor in (*model.loss_fn.named_parameters(), *_persistent_buffers(model.loss_fn)):
+        for name, tensor in (*model.loss_fn.named_parameters(), *persistent_buffers(model.loss_fn)):
             yield f"{MODEL}loss_fn.{name}", tensor
-
-
-def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield a module's buffers that its state_dict holds, by their names there."""
-    for prefix, submodule in module.named_modules():
-        for name, buffer in submodule._buffers.items():
-            if buffer is not None and name not in submodule._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 class _ReplicaState:

@@ -22,7 +22,7 @@ from parallel3d.models.huggingface.outline import Outline, Recorder, with_module
 from parallel3d.models.huggingface.tp_plan import TensorPlan, copy_of
 from parallel3d.models.huggingface.weights import Weights, load_layer, load_layer_later
 from parallel3d.models.sliced import SlicedLogits
-from parallel3d.parameters import whole_shape
+from parallel3d.parameters import persistent_buffers, whole_shape
 from parallel3d.specs import BuildContext, LayerSpec, TiedLayerSpec
 from parallel3d.tensor_parallel.linear import ColumnParallelLinear
 
@@ -71,7 +71,7 @@ class WrappedPart(nn.Module):
         """Return how each parameter and each persistent buffer is stored: under its own name in the model."""
         return {
             name: all_of(self.name_in_model(name), *whole_shape(tensor))
-            for name, tensor in self.state_dict(keep_vars=True).items()
+            for name, tensor in (*self.named_parameters(), *persistent_buffers(self))
         }
 
     def name_in_model(self, name: str) -> str:
