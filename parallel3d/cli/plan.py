@@ -24,7 +24,7 @@ from parallel3d.planner import rare_collections
 from parallel3d.planner.calibrate.calibration import Calibration, calibrate, read_calibration
 from parallel3d.planner.calibrate.runs import RunPredictor, compare, print_comparison
 from parallel3d.planner.cluster.cluster import Cluster
-from parallel3d.planner.cluster.file import load_cluster
+from parallel3d.planner.cluster.file import default_path, load_cluster
 from parallel3d.planner.report import write_report
 from parallel3d.planner.search.model import MODELS, load_model
 from parallel3d.planner.search.plan import Planner, Question
@@ -233,9 +233,9 @@ def _cluster(options: argparse.Namespace) -> Cluster | None:
         if options.measure is not None:
             raise ConfigError("--measure plans for this host and --cluster for another; give one of them")
         return load_cluster(options.cluster)
-    from parallel3d.planner.calibrate.measure import default_path, measure_cluster  # it imports all that trains
-
     if options.measure is not None:
+        from parallel3d.planner.calibrate.measure import measure_cluster  # it imports all that trains
+
         path = measure_cluster(options.measure or None)
         print(f"measured: {path}")
         return load_cluster(path)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import Literal, NamedTuple
@@ -206,21 +206,19 @@ class Network:
         total = sum(by_axis.values(), np.zeros(len(self.fabric.bandwidth)))
         busier = np.argmax(total[:-1].reshape(-1, 2), axis=1) + np.arange(0, len(total) - 1, 2)
         used = [int(link) for link in busier if total[link] > 0]
+        kind_of = cache(lambda name: re.sub(r"\d+", "#", name) if len(used) > _LISTED_LINKS else name)
         alike: dict[object, list[int]] = {}
         for link in used:
-            edge = self.fabric.edges[link // 2]
-            names = edge.a, edge.b
-            if len(used) > _LISTED_LINKS:
-                names = re.sub(r"\d+", "#", edge.a), re.sub(r"\d+", "#", edge.b)
-            alike.setdefault((names, *edge[2:]), []).append(link)
+            a, b, *rest = self.fabric.edges[link // 2]
+            alike.setdefault((kind_of(a), kind_of(b), *rest), []).append(link)
         loads = []
         for links in alike.values():
             busiest = max(links, key=lambda link: total[link])
             edges = [self.fabric.edges[link // 2] for link in links]
             loads.append(
                 LinkLoad(
-                    a=_ranges([edge.a for edge in edges]),
-                    b=_ranges([edge.b for edge in edges]),
+                    a=_ranges({edge.a: None for edge in edges}),
+                    b=_ranges({edge.b: None for edge in edges}),
                     kind=edges[0].kind,
                     nbytes=float(total[busiest]),
                     seconds=float(total[busiest] / self.fabric.bandwidth[busiest]),
@@ -320,7 +318,7 @@ def _rounds(kind: Kind, alike: list[_Alike], algorithm: int) -> Iterator[_Sent]:
         )
 
 
-def _ranges(names: list[str]) -> str:
+def _ranges(names: Iterable[str]) -> str:
     """One name for names that differ in numbers: host3.gpu0, host4.gpu1 -> host3-4.gpu0-1."""
     fields = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
     merged = []
