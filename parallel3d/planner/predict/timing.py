@@ -120,7 +120,8 @@ def layer_times(
 
 def chunk_times(of_devices: Sequence[Times], bounds: Sequence[int]) -> Times:
     """Return the times of each chunk. of_devices: for each chunk, those of all layers on the slowest device of its stage."""
-    columns = {id(own): np.concatenate([own.compute, own.exchanges, own.host]) for own in of_devices}
+    different = {id(own): own for own in of_devices}
+    columns = {key: np.concatenate([own.compute, own.exchanges, own.host]) for key, own in different.items()}
     parts = zip(of_devices, bounds, bounds[1:], strict=False)
     return Times(*np.array([columns[id(own)][:, a:b].sum(axis=1) for own, a, b in parts]).T.reshape(3, 3, -1))
 
