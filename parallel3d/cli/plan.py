@@ -22,11 +22,9 @@ from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import find_run_records
 from parallel3d.planner import rare_collections
 from parallel3d.planner.calibrate.calibration import Calibration, calibrate, read_calibration
-from parallel3d.planner.calibrate.measure import default_path, measure_cluster
-from parallel3d.planner.calibrate.measure_worker import measure_model
 from parallel3d.planner.calibrate.runs import RunPredictor, compare, print_comparison
 from parallel3d.planner.cluster.cluster import Cluster
-from parallel3d.planner.cluster.file import load_cluster
+from parallel3d.planner.cluster.file import default_path, load_cluster
 from parallel3d.planner.report import write_report
 from parallel3d.planner.search.model import MODELS, load_model
 from parallel3d.planner.search.plan import Planner, Question
@@ -125,8 +123,11 @@ def _run(options: argparse.Namespace) -> int:
     if options.global_batch is None or options.top < 1:
         raise ConfigError(f"--global-batch is {options.global_batch}, --top {options.top}; give numbers of 1 or more")
     fixed = None if options.explain is None else parse_layout(options.explain)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    measured = None if options.measure is None else measure_model(model, device)
+    measured = None
+    if options.measure is not None:
+        from parallel3d.planner.calibrate.measure_worker import measure_model  # it imports all that trains
+
+        measured = measure_model(model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     question = Question(model, cluster, options.global_batch, options.top, None, calibration, measured, options.auto)
     planner = Planner(question)
     result = planner.answer()
@@ -228,14 +229,16 @@ def _write(result: PlanResult, directory: Path) -> list[Path]:
 
 def _cluster(options: argparse.Namespace) -> Cluster | None:
     """Return the cluster asked for, else this host as it was measured; None if it never was."""
-    if options.measure is not None:
-        if options.cluster is not None:
+    if options.cluster is not None:
+        if options.measure is not None:
             raise ConfigError("--measure plans for this host and --cluster for another; give one of them")
+        return load_cluster(options.cluster)
+    if options.measure is not None:
+        from parallel3d.planner.calibrate.measure import measure_cluster  # it imports all that trains
+
         path = measure_cluster(options.measure or None)
         print(f"measured: {path}")
         return load_cluster(path)
-    if options.cluster is not None:
-        return load_cluster(options.cluster)
     return load_cluster(default_path()) if default_path().exists() else None
 
 

@@ -129,24 +129,29 @@ def _leanest(held: FloatArray, limit: float, placement: Sequence[int]) -> Sequen
 
 def _min_max(cost: FloatArray) -> list[int]:
     """Return the bounds of the best split, where part k as [a, b) costs cost[k, a, b]. One of finite cost must exist."""
-    bottleneck = _best_prefixes(np.maximum, cost)[-1][-1]
+    bottleneck = _best_prefixes(np.maximum, cost)[-1, -1]
     # Scaled by a power of two: squares of whole numbers stay exact, and no square overflows.
     own = cost if cost.strides[0] else cost[:1]  # parts of equal cost are one matrix
     scaled = np.ldexp(np.where(own <= bottleneck, own, np.inf), -math.frexp(bottleneck)[1])
     squares = np.broadcast_to(scaled * scaled, cost.shape)
     prefixes = _best_prefixes(np.add, squares)
     bounds = [cost.shape[-1] - 1]
-    for best, part in zip(reversed(prefixes[:-1]), squares[::-1], strict=True):
+    for best, part in zip(prefixes[-2::-1], squares[::-1], strict=True):
         last_part = best + part[:, bounds[-1]]
         bounds.append(int(np.flatnonzero(last_part == last_part.min())[-1]))
     return bounds[::-1]
 
 
-def _best_prefixes(combine: np.ufunc, cost: FloatArray) -> list[FloatArray]:
-    """Return rows: row k, element b is the smallest value of layers [0, b) in k parts, costs joined by `combine`."""
-    first = np.full(cost.shape[-1], np.inf)
-    first[0] = 0.0
-    rows = [first]
-    for part in cost:
-        rows.append(combine(rows[-1][:, None], part).min(axis=0))
+def _best_prefixes(combine: np.ufunc, cost: FloatArray) -> FloatArray:
+    """Return rows: row k, element b is the smallest value of layers [0, b) in k parts, costs joined by `combine`.
+
+    It is infinite where the other parts would have too few layers.
+    """
+    parts, size = len(cost), cost.shape[-1]
+    rows = np.full((parts + 1, size), np.inf)
+    rows[0, 0] = 0.0
+    for k, part in enumerate(cost):
+        # The bounds before and after the part leave a layer for each of the others.
+        before, after = slice(k, k + size - parts), slice(k + 1, k + 1 + size - parts)
+        rows[k + 1, after] = combine(rows[k, before, None], part[before, after]).min(axis=0)
     return rows

@@ -22,6 +22,7 @@ from parallel3d.atomic_write import write_whole
 from parallel3d.errors import ConfigError, ExecutionError
 from parallel3d.launcher.ranks import run_ranks
 from parallel3d.planner.calibrate.measure_worker import ON_CPU, ON_GPUS, Effort, Measured, Transfer, measure_rank
+from parallel3d.planner.cluster.file import default_path
 from parallel3d.planner.cluster.presets import preset_of
 
 _HEADER = """\
@@ -30,17 +31,6 @@ _HEADER = """\
 #   nics: [{bandwidth: 400 Gb/s, count: 8}]
 """
 _CPU_PROCESSES = 4
-
-
-def default_path() -> Path:
-    """Return the path of this host's measured cluster: cluster.yaml in the user's cache. Raises ConfigError without a home."""
-    cache = os.environ.get("XDG_CACHE_HOME")
-    try:
-        return (Path(cache) if cache else Path.home() / ".cache") / "parallel3d" / "cluster.yaml"
-    except RuntimeError as error:
-        raise ConfigError(
-            f"there is no path for the measured cluster: {error}; set XDG_CACHE_HOME to a directory"
-        ) from None
 
 
 def measure_cluster(path: str | Path | None = None, processes: int | None = None, effort: Effort | None = None) -> Path:

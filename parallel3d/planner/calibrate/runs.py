@@ -17,9 +17,8 @@ from parallel3d.costs.work import Work
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import RunRecord, kind_name
 from parallel3d.planner.calibrate.calibration import Calibration, PredictedRun, calibrate
-from parallel3d.planner.calibrate.measure import default_path
 from parallel3d.planner.cluster.cluster import Cluster
-from parallel3d.planner.cluster.file import load_cluster
+from parallel3d.planner.cluster.file import default_path, load_cluster
 from parallel3d.planner.cluster.presets import preset_of
 from parallel3d.planner.network.links import Network
 from parallel3d.planner.predict.costs import StepPrediction

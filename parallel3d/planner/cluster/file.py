@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -78,6 +79,17 @@ class _Host:
     def nodes(self) -> list[str]:
         """The GPUs' names in the graph."""
         return [f"{self.name}/gpu{k}" for k in range(len(self.devices))]
+
+
+def default_path() -> Path:
+    """Return the path of this host's measured cluster: cluster.yaml in the user's cache. Raises ConfigError without a home."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(cache) if cache else Path.home() / ".cache") / "parallel3d" / "cluster.yaml"
+    except RuntimeError as error:
+        raise ConfigError(
+            f"there is no path for the measured cluster: {error}; set XDG_CACHE_HOME to a directory"
+        ) from None
 
 
 def load_cluster(given: str | Path | Mapping[str, Any]) -> Cluster:

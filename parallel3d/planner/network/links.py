@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import Literal, NamedTuple
@@ -41,15 +41,8 @@ class Phase:
     lanes: Integers
 
 
-class _Message(NamedTuple):
-    source: int
-    target: int
-    share: float
-    steps: float
-
-
-# The members of a unit, by island. A block is the members of an island, or of a unit.
-Unit = list[range]
+# [messages, 4]: places of the sender and of the receiver, share and steps, see Phase.
+_Messages = Floats
 
 
 @lru_cache(maxsize=1024)
@@ -64,70 +57,63 @@ def algorithms(kind: CollectiveKind | Literal["send"], shape: Shape) -> tuple[tu
     A group in one unit has a ring alone; a "send" is one message.
     """
     if kind == "send":
-        return ((_phase([[_Message(0, 1, 1.0, 1.0)]], 1, 1),),)
+        return ((_phase([np.array([[0.0, 1.0, 1.0, 1.0]])], 1, 1),),)
     passes = 2 if kind == "all_reduce" else 1
-    starts = iter(accumulate((size for unit in shape for size in unit), initial=0))
-    units = [[range(start := next(starts), start + size) for size in unit] for unit in shape]
-    blocks = [range(unit[0].start, unit[-1].stop) for unit in units]
-    inside = [message for unit in units for message in _inside(unit)]
-    members = blocks[-1].stop
-    ring = (_phase([inside + _across(blocks)], passes * (members - 1) / members, passes),)
-    if len(units) == 1:
+    sizes = [sum(unit) for unit in shape]
+    members, rings = sum(sizes), {unit: _inside(unit) for unit in shape}
+    inside = [rings[unit] + (start, start, 0, 0) for unit, start in zip(shape, _starts(sizes), strict=True)]
+    ring = (_phase([np.concatenate([*inside, _across(sizes)])], passes * (members - 1) / members, passes),)
+    if len(shape) == 1:
         return (ring,)
-    hierarchical = _hierarchical(units, blocks, passes) if max(map(len, blocks)) > 1 else ring
-    return (ring, hierarchical, _tree(inside, blocks) if kind == "all_reduce" else ring)
+    hierarchical = _hierarchical(inside, sizes, passes) if max(sizes) > 1 else ring
+    return (ring, hierarchical, _tree(np.concatenate(inside), sizes) if kind == "all_reduce" else ring)
 
 
-def _hierarchical(units: list[Unit], blocks: list[range], passes: int) -> tuple[Phase, ...]:
-    local = [
-        [message._replace(share=message.share * (len(block) - 1) / len(block)) for message in _inside(unit)]
-        for unit, block in zip(units, blocks, strict=True)
-        if len(block) > 1
-    ]
-    across = _across(blocks)
-    rails = min(map(len, blocks))
-    lanes = [[m._replace(steps=m.steps * rails) for m in across[rail::rails]] for rail in range(rails)]
-    return (_phase(local, passes, passes), _phase(lanes, passes * (len(units) - 1) / len(units), passes))
+def _hierarchical(inside: list[_Messages], sizes: list[int], passes: int) -> tuple[Phase, ...]:
+    local = [own * (1, 1, n - 1, 1) / (1, 1, n, 1) for own, n in zip(inside, sizes, strict=True) if n > 1]
+    across, rails = _across(sizes), min(sizes)
+    lanes = [across[rail::rails] * (1, 1, 1, rails) for rail in range(rails)]
+    return (_phase(local, passes, passes), _phase(lanes, passes * (len(sizes) - 1) / len(sizes), passes))
 
 
-def _tree(inside: list[_Message], blocks: list[range]) -> tuple[Phase, ...]:
+def _tree(inside: _Messages, sizes: list[int]) -> tuple[Phase, ...]:
     """Each half of the tensor goes up one of two trees and down again; the leaves of one tree are inner nodes of the other."""
-    members, count = blocks[-1].stop, len(blocks)
-    local = [m._replace(share=2 * m.share * (members - 1) / members, steps=2 * m.steps / count) for m in inside]
-    rails = min(map(len, blocks))
+    members, count, at = sum(sizes), len(sizes), _rails(sizes)
+    local = inside * (1, 1, 2 * (members - 1), 2) / (1, 1, members, count)
     depth = (count - 1).bit_length()  # on each way up the lowest bit of a node's number rises
     pairs = [(node, _parent(node, count)) for node in range(1, count)]
     pairs += [(count - 1 - child, count - 1 - parent) for child, parent in pairs]
-    pairs += [(parent, child) for child, parent in pairs]
-    steps = 2 * depth / (len(pairs) * rails)
-    between = [
-        _Message(_rail(blocks[a], rail, rails), _rail(blocks[b], rail, rails), 0.5 / rails, steps)
-        for a, b in pairs
-        for rail in range(rails)
-    ]
-    return (_phase([local + between], 1 / _TREE_EFFICIENCY, 1),)
+    a, b = np.array(pairs + [(parent, child) for child, parent in pairs]).T
+    between = _messages(at[a], at[b], 0.5 / min(sizes), 2 * depth / at[a].size)
+    return (_phase([np.concatenate([local, between])], 1 / _TREE_EFFICIENCY, 1),)
 
 
-def _inside(unit: Unit) -> list[_Message]:
+def _inside(unit: tuple[int, ...]) -> _Messages:
     """A ring through the members of a unit: through each island, and from island to island."""
-    return [message for island in unit for message in _across([range(i, i + 1) for i in island])] + _across(unit)
+    islands = [_across([1] * size) + (start, start, 0, 0) for size, start in zip(unit, _starts(unit), strict=True)]
+    return np.concatenate([*islands, _across(unit)])
 
 
-def _across(blocks: list[range]) -> list[_Message]:
-    """A ring from block to block, on as many rails as each block has members."""
-    if len(blocks) == 1:
-        return []
-    rails = min(map(len, blocks))
-    steps = (len(blocks) - 1) / (len(blocks) * rails)
-    return [
-        _Message(_rail(block, rail, rails), _rail(following, rail, rails), 1 / rails, steps)
-        for block, following in zip(blocks, [*blocks[1:], blocks[0]], strict=True)
-        for rail in range(rails)
-    ]
+def _across(sizes: Sequence[int]) -> _Messages:
+    """A ring from block to block, on as many rails as each block has members. A block is an island, a unit or a member."""
+    if len(sizes) == 1:
+        return np.zeros((0, 4))
+    at = _rails(sizes)
+    return _messages(at, np.roll(at, -1, axis=0), 1 / min(sizes), (len(sizes) - 1) / at.size)
 
 
-def _rail(block: range, rail: int, rails: int) -> int:
-    return block[rail * len(block) // rails]
+def _starts(sizes: Sequence[int]) -> list[int]:
+    return list(accumulate(sizes[:-1], initial=0))
+
+
+def _rails(sizes: Sequence[int]) -> Integers:
+    """Return the member of each block on each rail, [blocks, rails]."""
+    rails, length = min(sizes), np.array(sizes)[:, None]
+    return np.array(_starts(sizes))[:, None] + np.arange(rails) * length // rails
+
+
+def _messages(source: Integers, target: Integers, share: float, steps: float) -> _Messages:
+    return np.stack(np.broadcast_arrays(source.ravel(), target.ravel(), share, steps), axis=1)
 
 
 def _parent(node: int, count: int) -> int:
@@ -137,11 +123,10 @@ def _parent(node: int, count: int) -> int:
     return parent if parent < count else node ^ bit
 
 
-def _phase(lanes: list[list[_Message]], bytes_factor: float, steps_factor: float) -> Phase:
-    messages = [message for lane in lanes for message in lane]
-    first = list(accumulate(map(len, lanes[:-1]), initial=0))
-    source, target, share, steps = (np.array(column) for column in zip(*messages, strict=True))
-    return Phase(source, target, bytes_factor * share, steps_factor * steps, np.array(first))
+def _phase(lanes: list[_Messages], bytes_factor: float, steps_factor: float) -> Phase:
+    source, target, share, steps = np.concatenate(lanes).T.copy()
+    first = np.array(_starts(list(map(len, lanes))))
+    return Phase(source.astype(np.int64), target.astype(np.int64), bytes_factor * share, steps_factor * steps, first)
 
 
 Kind = CollectiveKind | Literal["send"]
@@ -221,21 +206,19 @@ class Network:
         total = sum(by_axis.values(), np.zeros(len(self.fabric.bandwidth)))
         busier = np.argmax(total[:-1].reshape(-1, 2), axis=1) + np.arange(0, len(total) - 1, 2)
         used = [int(link) for link in busier if total[link] > 0]
+        kind_of = cache(lambda name: re.sub(r"\d+", "#", name) if len(used) > _LISTED_LINKS else name)
         alike: dict[object, list[int]] = {}
         for link in used:
-            edge = self.fabric.edges[link // 2]
-            names = edge.a, edge.b
-            if len(used) > _LISTED_LINKS:
-                names = re.sub(r"\d+", "#", edge.a), re.sub(r"\d+", "#", edge.b)
-            alike.setdefault((names, *edge[2:]), []).append(link)
+            a, b, *rest = self.fabric.edges[link // 2]
+            alike.setdefault((kind_of(a), kind_of(b), *rest), []).append(link)
         loads = []
         for links in alike.values():
             busiest = max(links, key=lambda link: total[link])
             edges = [self.fabric.edges[link // 2] for link in links]
             loads.append(
                 LinkLoad(
-                    a=_ranges([edge.a for edge in edges]),
-                    b=_ranges([edge.b for edge in edges]),
+                    a=_ranges({edge.a: None for edge in edges}),
+                    b=_ranges({edge.b: None for edge in edges}),
                     kind=edges[0].kind,
                     nbytes=float(total[busiest]),
                     seconds=float(total[busiest] / self.fabric.bandwidth[busiest]),
@@ -307,8 +290,10 @@ class Network:
         # How each member is cut off from the one before: 0 not at all, 1 in another island, 2 in another unit.
         unit, island = fabric.unit[members], fabric.island[members]
         cuts = np.where(np.diff(unit, axis=1) != 0, 2, np.diff(island, axis=1) != 0).astype(np.uint8)
-        _, first, which = np.unique(cuts, axis=0, return_index=True, return_inverse=True)
-        chosen = [(row, np.flatnonzero(which.ravel() == pattern)) for pattern, row in enumerate(first)]
+        # As bytes, rows are compared in little time.
+        patterns = np.ascontiguousarray(cuts).view(f"V{cuts.shape[1]}").ravel()
+        _, first, which = np.unique(patterns, return_index=True, return_inverse=True)
+        chosen = [(row, np.flatnonzero(which == pattern)) for pattern, row in enumerate(first)]
         return [_Alike(rows, members[rows], _shape(unit[row], island[row])) for row, rows in chosen]
 
 
@@ -333,7 +318,7 @@ def _rounds(kind: Kind, alike: list[_Alike], algorithm: int) -> Iterator[_Sent]:
         )
 
 
-def _ranges(names: list[str]) -> str:
+def _ranges(names: Iterable[str]) -> str:
     """One name for names that differ in numbers: host3.gpu0, host4.gpu1 -> host3-4.gpu0-1."""
     fields = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
     merged = []

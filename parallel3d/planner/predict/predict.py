@@ -85,7 +85,8 @@ class Predictor:
         self._stage_times: dict[tuple[object, ...], list[Times]] = {}
         self._splits: dict[tuple[object, ...], tuple[tuple[int, ...], Times]] = {}
         # The bounds of chunks in layers with the smallest slowest chunk.
-        self._even_bounds = cache(lambda costs, n, paces: partition_layers(segment_costs(costs), n, paces=paces).bounds)
+        segments = cache(segment_costs)
+        self._even_bounds = cache(lambda costs, n, paces: partition_layers(segments(costs), n, paces=paces).bounds)
 
     def profile(self, units: Units = None) -> ModelProfile:
         """Return the profile of the layers, or of their half blocks. Raises ConfigError if half blocks aren't known."""

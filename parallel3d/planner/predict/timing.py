@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -120,9 +120,10 @@ def layer_times(
 
 def chunk_times(of_devices: Sequence[Times], bounds: Sequence[int]) -> Times:
     """Return the times of each chunk. of_devices: for each chunk, those of all layers on the slowest device of its stage."""
-    parts = list(zip(of_devices, bounds, bounds[1:], strict=False))
-    sums = (np.array([getattr(own, f.name)[:, a:b].sum(axis=1) for own, a, b in parts]).T for f in fields(Times))
-    return Times(*sums)
+    different = {id(own): own for own in of_devices}
+    columns = {key: np.concatenate([own.compute, own.exchanges, own.host]) for key, own in different.items()}
+    parts = zip(of_devices, bounds, bounds[1:], strict=False)
+    return Times(*np.array([columns[id(own)][:, a:b].sum(axis=1) for own, a, b in parts]).T.reshape(3, 3, -1))
 
 
 class LayoutLinks:
