@@ -7,6 +7,7 @@ gradient is to be summed. A parameter with neither is a copy whose gradient is w
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -86,3 +87,11 @@ def whole_shape(parameter: Tensor) -> tuple[int, ...]:
     if slicing is None:
         return tuple(parameter.shape)
     return tuple(slicing.size if dim == slicing.dim else size for dim, size in enumerate(parameter.shape))
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield a module's buffers that its state_dict holds, by their names there."""
+    for prefix, submodule in module.named_modules():
+        for name, buffer in submodule._buffers.items():
+            if buffer is not None and name not in submodule._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer

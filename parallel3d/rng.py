@@ -37,8 +37,10 @@ def generator_states(device: torch.device) -> dict[str, Any]:
     }
 
 
-def set_generator_states(states: Mapping[str, Any], device: torch.device) -> None:
-    """Restore the states that `generator_states` returned."""
+def set_generator_states(states: Mapping[str, Any] | None, device: torch.device) -> None:
+    """Restore the states that `generator_states` returned; None leaves the generators as they are."""
+    if states is None:
+        return
     torch.set_rng_state(states["torch"])
     if device.type == "cuda" and states["cuda"] is not None:
         torch.cuda.set_rng_state(states["cuda"], device)
@@ -97,8 +99,8 @@ class RandomStreams:
         return {"seed": list(self._seed)}
 
     def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
-        """Continue with the streams of a saved run."""
-        self._seed = tuple(state["seed"])
+        """Continue with the streams of a saved run, if it had any."""
+        self._seed = tuple(state.get("seed", self._seed))
 
     def of(self, step: int, micro_batch: int) -> EnterLayer:
         """Return a function that begins the stream of each layer for one micro-batch of a step."""

@@ -22,6 +22,7 @@ _SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 _GQA = {**_SIZES, "num_key_value_heads": 2}
+_LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {**_GQA, "head_dim": 12, "attention_bias": True, "mlp_bias": True}),
     "llama-tied": ("LlamaConfig", {**_GQA, "tie_word_embeddings": True, "rms_norm_eps": 1e-2}),
@@ -52,6 +53,21 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt-oss": ("GptOssConfig", {**_GQA, "head_dim": 8, "num_local_experts": 2}),
     "neox": ("GPTNeoXConfig", {**_SIZES, "num_attention_heads": 8, "attention_bias": True}),
+    "opt": ("OPTConfig", {"vocab_size": VOCAB, "hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32, **_LAYERS}),
+    "qwen3": ("Qwen3Config", {**_GQA, "head_dim": 8}),
+    "gemma3": ("Gemma3TextConfig", {**_GQA, "head_dim": 8, "sliding_window": 5, "sliding_window_pattern": 2}),
+    "olmo2": ("Olmo2Config", {**_GQA}),
+    "granite": (
+        "GraniteConfig",
+        {**_GQA, "embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    ),
+    "smollm3": ("SmolLM3Config", {**_GQA, "pad_token_id": 0}),
+    "deepseek3": (
+        "DeepseekV3Config",
+        {**_SIZES, "num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "first_k_dense_replace": 1}
+        | {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "moe_intermediate_size": 16}
+        | {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2},
+    ),
 }
 
 
@@ -68,6 +84,9 @@ def make_model(name: str, **changes: Any) -> nn.Module:
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in key or "ln_" in key else 0.0, 0.2)
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.2)
     return model.eval()
 
 

@@ -98,7 +98,7 @@ class TrainingState(_Record):
     """State of a training that is one for all ranks, in a manifest's `state`; values as encoded by values.py.
 
     layout: ranks along each axis; streams: seeds of the random streams; left_out: names of frozen parameters that were not
-    saved; huggingface: names of the weights there.
+    saved; huggingface: names of the weights there; copies: tied parameters of a module, by the names they are stored under.
     """
 
     layout: dict[Literal["pipe", "data", "model"], Annotated[int, Field(gt=0)]]
@@ -110,6 +110,7 @@ class TrainingState(_Record):
     optimizer: _StoredOptimizer
     left_out: list[str]
     huggingface: dict[str, Any] | None
+    copies: dict[str, str] = Field(default_factory=dict)
 
     @classmethod
     def check(cls, manifest: Manifest, path: Path) -> None:
@@ -199,7 +200,11 @@ def read_manifest(directory: Path) -> Manifest:
             )
         return Manifest.model_validate(body)
     except FileNotFoundError:
-        raise CheckpointError(f"{directory} is no complete checkpoint: it has no {MANIFEST}") from None
+        foreign = any(directory.glob("*_states.pt")) or (directory / ".metadata").is_file()
+        remedy = (
+            f"; `p3d ckpt import {directory} DIRECTORY` makes one of DeepSpeed's or torch's files" if foreign else ""
+        )
+        raise CheckpointError(f"{directory} is no complete checkpoint: it has no {MANIFEST}{remedy}") from None
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {error}") from error
     except (ValidationError, RecursionError, ValueError, KeyError) as error:

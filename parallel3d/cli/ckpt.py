@@ -1,4 +1,4 @@
-"""`p3d ckpt`: list, verify, export and compare checkpoints."""
+"""`p3d ckpt`: list, verify, import, export and compare checkpoints."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from parallel3d.checkpoint.dcp import export_dcp, is_dcp, read_dcp
+from parallel3d.checkpoint.deepspeed import is_deepspeed, read_deepspeed
 from parallel3d.checkpoint.directory import (
     OWN,
     check_complete,
@@ -24,7 +26,7 @@ from parallel3d.checkpoint.directory import (
     tag_of,
 )
 from parallel3d.checkpoint.export import export_checkpoint
-from parallel3d.checkpoint.format import MANIFEST, Manifest, TrainingState
+from parallel3d.checkpoint.format import MANIFEST, MODEL, Manifest, TrainingState
 from parallel3d.checkpoint.read import Reader
 from parallel3d.errors import CheckpointError
 
@@ -36,7 +38,7 @@ _WIDTH = 1000  # so that nothing is cut
 
 def add_command(commands: Any) -> None:
     """Add `ckpt` to the subcommands of an argparse parser."""
-    parser = commands.add_parser("ckpt", help="list, verify, export and compare checkpoints")
+    parser = commands.add_parser("ckpt", help="list, verify, import, export and compare checkpoints")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
 
     listing = actions.add_parser("ls", help="list the checkpoints of a directory, and what else is in it")
@@ -49,17 +51,30 @@ def add_command(commands: Any) -> None:
     verify.add_argument("checkpoint", type=Path, help=_CHECKPOINT)
     verify.set_defaults(run=_verify)
 
+    importing = actions.add_parser(
+        "import",
+        help="make a checkpoint of one that DeepSpeed or torch.distributed.checkpoint saved",
+        description="Write TARGET/<tag> and TARGET/latest, which load_checkpoint and resume read in any layout.",
+    )
+    importing.add_argument("source", type=Path, help="directory that was given to save_checkpoint, or one of its tags")
+    importing.add_argument("target", type=Path, help="directory of checkpoints to write to")
+    importing.add_argument("--tag", help="the tag to import (default: the one that the file `latest` names)")
+    importing.add_argument("--weights-only", action="store_true", help="leave out the optimizer's state")
+    importing.set_defaults(run=_import)
+
     export = actions.add_parser(
         "export",
         help="write the weights in Hugging Face's form",
         description="Write a directory that from_pretrained accepts, for a model of parallel3d.models; for any other model, or "
-        "with --plain, write safetensors under the model's own names.",
+        "with --plain, write safetensors under the model's own names. With --format dcp, write the weights and the optimizer's "
+        "state for torch.distributed.checkpoint.load.",
     )
     export.add_argument("checkpoint", type=Path, help=_CHECKPOINT)
     export.add_argument("directory", type=Path, help="directory to write; it must not exist or must be empty")
     export.add_argument("--dtype", choices=list(_DTYPES), help="dtype of floating-point tensors (default: as saved)")
     export.add_argument("--masters", action="store_true", help="write the fp32 master weights, if there are any")
     export.add_argument("--plain", action="store_true", help="use the model's own names")
+    export.add_argument("--format", choices=["safetensors", "dcp"], default="safetensors", help="of the files")
     export.set_defaults(run=_export)
 
     diff = actions.add_parser("diff", help="compare the tensors of two checkpoints; the exit code is 1 if they differ")
@@ -135,9 +150,36 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _export(options: argparse.Namespace) -> int:
     path, dtype = locate(options.checkpoint), _DTYPES.get(options.dtype)
+    if options.format == "dcp":
+        if options.dtype or options.masters or options.plain:
+            raise CheckpointError(
+                "--format dcp writes masters under the model's own names; drop --dtype, --masters and --plain"
+            )
+        export_dcp(path, options.directory)
+        print(f"{options.directory}: the weights and the optimizer's state of {path}, for torch.distributed.checkpoint")
+        return 0
     as_theirs = export_checkpoint(path, options.directory, dtype, options.masters, options.plain)
     names = "in Hugging Face's form" if as_theirs else "under the model's own names"
     print(f"{options.directory}: the weights of {path}, {names}")
+    return 0
+
+
+def _import(options: argparse.Namespace) -> int:
+    source: Path = options.source
+    if is_dcp(source):
+        whole = read_dcp(source, options.weights_only)
+    else:
+        tag = options.tag or (None if is_deepspeed(source) else latest_tag(source))
+        source = source / tag if tag else source
+        if not is_deepspeed(source):
+            raise CheckpointError(f"{source} holds no checkpoint of DeepSpeed's or torch.distributed.checkpoint's")
+        whole = read_deepspeed(source, options.weights_only)
+    for reason in whole.write(options.target, source.name):
+        print(f"left out: {reason}")
+    weights = sum(name.startswith(MODEL) for name in whole.tensors)
+    print(
+        f"{options.target / source.name}: {weights} weights and {len(whole.tensors) - weights} other tensors of {source}"
+    )
     return 0
 
 

@@ -101,7 +101,12 @@ class Fakes:
             return copy.deepcopy(value)
 
     def _copied(self, argument: Any) -> Any:
-        """Return a fake copy of a constructor's argument, or the argument if it can't be copied and holds no tensors."""
+        """Return a fake copy of a constructor's argument, or the argument if it can't be copied and holds no tensors.
+
+        The copy of a module on the meta device, which has no memory either, keeps its parameters' class.
+        """
+        if isinstance(argument, nn.Module) and {p.is_meta for p in argument.parameters()} == {True}:
+            return copy.deepcopy(argument)
         try:
             return self._faked(argument)
         except Exception:  # open files, locks and the like, with errors of their own

@@ -19,7 +19,7 @@ from parallel3d.engine.compile import Compilation
 from parallel3d.engine.garbage import GarbageFreezer
 from parallel3d.engine.reports import Reports
 from parallel3d.engine.state import Checkpoints, Location
-from parallel3d.engine.step import BatchRunner
+from parallel3d.engine.step import BatchRunner, evaluating
 from parallel3d.engine.update import LossShare, WeightUpdate, idle_optimizer
 from parallel3d.errors import ConfigError, ExecutionError, PeerError
 from parallel3d.failures.attribution import Attribution
@@ -221,13 +221,8 @@ class Engine:
             if most < 1:
                 raise ConfigError(f"num_micro_batches is {most}; evaluate at least 1")
             loaded = self.data.next(data_iter, most)
-            modes = [(module, module.training) for module in self.pipeline_module.modules()]
-            self.pipeline_module.eval()
-            try:
+            with evaluating(self.pipeline_module):
                 batch, result = self._runner.run(loaded, False, return_logits or not compute_loss, compute_loss)
-            finally:
-                for module, mode in modes:
-                    module.training = mode
             is_last = self.pipeline_module.placement[-1] == self.pipeline_module.stage_id
             logits = [result.outputs[m] for m in sorted(result.outputs)] if is_last else None
             if not compute_loss:

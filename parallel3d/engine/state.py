@@ -26,10 +26,10 @@ from parallel3d.config import CheckpointConfig
 from parallel3d.engine.calls import StepProgress
 from parallel3d.engine.update import WeightUpdate
 from parallel3d.errors import CheckpointError
-from parallel3d.parameters import slicing_of
+from parallel3d.parameters import persistent_buffers, slicing_of
 from parallel3d.pipe.batch import TrainingData
 from parallel3d.pipe.data import RepeatingLoader
-from parallel3d.pipe.module import PipelineModule
+from parallel3d.pipe.module import PipelineModule, tied_copies
 from parallel3d.rng import RandomStreams, generator_states, set_generator_states
 from parallel3d.zero.values import weights_of
 
@@ -127,8 +127,7 @@ class Checkpoints:
         return self._groups.activity.untimed(Phase.SAVING)
 
     def _own_state(self) -> Json:
-        iterator = self._data.iterator
-        data = None
+        iterator, data = self._data.iterator, None
         if isinstance(iterator, RepeatingLoader):
             data = iterator.state_dict(self._data.source.num_left(iterator))
         return {"generators": generator_states(self._model.device), "data": data, "replica": self._replica_state.own()}
@@ -141,6 +140,7 @@ class Checkpoints:
             "loss_scaler": update.scaler.state_dict() if update.scaler is not None else None,
             "streams": self._streams.state_dict(),
             "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
+            "copies": tied_copies(self._model),
         }
 
     def _summarize(self, everyone: list[Json]) -> tuple[Json, list[Json]]:
@@ -176,13 +176,12 @@ class Checkpoints:
             if path is None:
                 return None, None
             loading = _CheckpointLoader(self._model, self._update, path)
-            everything = not module_only
             self._decision.attempt(
-                "load_checkpoint, reading the manifest", lambda: loading.prepare(everything and with_optimizer)
+                "load_checkpoint, reading the manifest", lambda: loading.prepare(with_optimizer and not module_only)
             )
             agree_to_read(self._decision, loading.reader, loading.wanted, strict)
             self._decision.attempt(
-                "load_checkpoint, reading tensors", lambda: self._apply(loading, everything, scheduler)
+                "load_checkpoint, reading tensors", lambda: self._apply(loading, not module_only, scheduler)
             )
             self._update.sharded.follow_masters(loading.optimizer is not None)
             return str(path), loading.state["client_state"]
@@ -248,7 +247,7 @@ class _CheckpointLoader:
     """
 
     state: Json
-    generators: Json
+    generators: Json | None
     data: Json | None
     replica: dict[str, Tensor]
 
@@ -285,6 +284,7 @@ class _CheckpointLoader:
 
     def _want_model(self) -> None:
         wanted, reader, left_out = self.wanted, self.reader, set(self.reader.manifest.state["left_out"])
+        wanted.known.update(MODEL + name for name in tied_copies(self._model))  # other programs store them, too
         for bucket in self._update.reducer.all_buckets():
             for shard in bucket.pieces:
                 weight, master = MODEL + shard.info.name, MASTER + shard.info.name
@@ -350,19 +350,11 @@ def _frozen_parts(model: PipelineModule, update: WeightUpdate) -> Iterator[tuple
 def _other_state(model: PipelineModule) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of a state_dict's other tensors: buffers, such as running means, and those of the loss function."""
     for layer, module in model.layers.items():
-        for name, buffer in _persistent_buffers(module):
+        for name, buffer in persistent_buffers(module):
             yield MODEL + model.global_name(int(layer), name), buffer
     if isinstance(model.loss_fn, nn.Module):
-        for name, tensor in (*model.loss_fn.named_parameters(), *_persistent_buffers(model.loss_fn)):
+        for name, tensor in (*model.loss_fn.named_parameters(), *persistent_buffers(model.loss_fn)):
             yield f"{MODEL}loss_fn.{name}", tensor
-
-
-def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield a module's buffers that its state_dict holds, by their names there."""
-    for prefix, submodule in module.named_modules():
-        for name, buffer in submodule._buffers.items():
-            if buffer is not None and name not in submodule._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 class _ReplicaState:

@@ -143,6 +143,11 @@ class BatchRunner:
         with self.calling(), self._reports.recording(program, batch, self._messages) as (record, wait):
             return batch, self._executor.run(program, owners, batch, record, wait)
 
+    def output_of(self, inputs: Any, signature: int) -> Any:
+        """Return the last layer's output for one micro-batch, in evaluation; None on ranks of other stages."""
+        _, result = self.run(([(inputs, None)], [signature]), False, keep_outputs=True, compute_loss=False)
+        return result.outputs.get(0)
+
     def share(self, batch: Batch, result: BatchResult) -> LossShare:
         """Return this rank's part of the batch's loss."""
         given = (result.losses.values(), result.counts.values())
@@ -163,6 +168,18 @@ class BatchRunner:
             losses[m] = loss.double() / countable(result.counts[m].double()) if m in result.counts else loss
         all_reduce(losses, self._groups.pipe).wait()
         return list(losses.to(torch.get_default_dtype()).unbind())
+
+
+@contextmanager
+def evaluating(model: PipelineModule) -> Iterator[None]:
+    """Set a model to evaluation mode, and restore each module's mode after the block."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def _lifetimes(stages: Sequence[tuple[Mapping[int, int], Mapping[int, ChunkUses]]], limits: LiveLimits) -> Lifetimes:

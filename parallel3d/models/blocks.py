@@ -152,10 +152,16 @@ class Attention(_Residual):
         normed, hidden = normalized(self.attention_norm, hidden)
         projected = column_outputs((self.query, self.key, self.value), normed, length)
         rotation = self._tables.rotary(projected[0], position_ids) if self.config.rope is not None else None
-        causal = self._tables.causal(projected[0], self._window, attention_mask, position_ids)
+        seen = 0 if self._past is None else self._past.seen
+        causal = self._tables.causal(projected[0], self._window, attention_mask, position_ids, seen)
         drops = self.training and self.config.attention_dropout
-        mix = self._mix_with_dropout if drops else _mix
+        mix = self._mix_with_dropout if drops else _mix if self._past is None else self._mix_with_past
         return self.mixing(projected, rotation, causal, attention_mask, mix), hidden
+
+    def _mix_with_past(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        assert self._past is not None
+        key, value = self._past.add(key, value)
+        return _mix(query, key, value, mask)
 
     def _mix_with_dropout(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         if self._sharding.layout_independent:
@@ -212,7 +218,7 @@ def _mix(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout
         value,
         attn_mask=mask,
         dropout_p=dropout,
-        is_causal=mask is None,
+        is_causal=mask is None and query.shape[2] > 1,  # a single position sees all of the keys
         enable_gqa=query.shape[1] != key.shape[1],
     )
 

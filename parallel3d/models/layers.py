@@ -55,6 +55,23 @@ def close_stream(x: Stream) -> Travels:
     return x.hidden if all(other is None for other in x[1:]) else x
 
 
+class KeyValues:
+    """Keys and values of the positions that a block has seen, and room for those to come: `length` positions."""
+
+    def __init__(self, length: int):
+        self.seen, self._length = 0, length
+        self._kept: list[Tensor] = []
+
+    def add(self, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Keep those of new positions, [batch, heads, new, head_dim]; return those of all so far."""
+        if not self._kept:
+            self._kept = [x.new_empty(*x.shape[:2], self._length, x.shape[3]) for x in (key, value)]
+        start, self.seen = self.seen, self.seen + key.shape[2]
+        for kept, new in zip(self._kept, (key, value), strict=True):
+            kept[:, :, start : self.seen] = new
+        return [kept[:, :, : self.seen] for kept in self._kept]
+
+
 class DecoderLayer(nn.Module, ABC):
     """A layer of a decoder, which knows how Hugging Face stores its parameters.
 
@@ -66,6 +83,7 @@ class DecoderLayer(nn.Module, ABC):
     """
 
     parts: ClassVar[tuple[Part, ...]]
+    _past: KeyValues | None = None
 
     def __init__(
         self,
@@ -106,6 +124,15 @@ class DecoderLayer(nn.Module, ABC):
     def config_json(self) -> dict[str, Any]:
         """Return the whole model's config.json. Raises ConfigError if Hugging Face has no such architecture."""
         return config_json(self.config)
+
+    @property
+    def max_positions(self) -> int:
+        """Number of positions that the model is made for."""
+        return self.config.max_positions
+
+    def keep_past(self, length: int | None) -> None:
+        """Keep keys and values of up to `length` positions from the next call on; None: drop them, and keep no more."""
+        self._past = None if length is None else KeyValues(length)
 
     @torch.no_grad()
     def _draw(self) -> None:
@@ -173,7 +200,10 @@ class TokenEmbedding(DecoderLayer):
 
 
 class FinalNorm(DecoderLayer):
-    """The last norm. After it only the hidden states travel, and the sequence's length if they are a shard of it."""
+    """The last norm. After it only the hidden states travel, and the sequence's length if they are a shard of it.
+
+    In a generation they are those of the last position, unless they are a shard.
+    """
 
     parts = ("final_norm",)
 
@@ -183,6 +213,8 @@ class FinalNorm(DecoderLayer):
     def forward(self, x: Travels) -> Travels:
         """Normalize the hidden states."""
         hidden, _, _, length = open_stream(x)
+        if self._past is not None and length is None:
+            hidden = hidden[:, -1:]
         return close_stream(Stream(self.norm(hidden), length=length))
 
 

@@ -112,14 +112,19 @@ class Tables:
         return angles.cos() * scale, angles.sin() * scale
 
     def causal(
-        self, x: Tensor, window: int | None, attention_mask: Tensor | None, position_ids: Tensor | None
+        self, x: Tensor, window: int | None, attention_mask: Tensor | None, position_ids: Tensor | None, seen: int = 0
     ) -> Tensor | None:
-        """Return the mask that `combined` needs besides an attention mask, [seq, seq], or None. x: [batch, seq, ...].
+        """Return the mask [seq, seen + seq] that `combined` needs besides an attention mask, or None.
 
         Without an attention mask, positions that don't go on by one begin another document, as in transformers: then the mask
         is [batch or 1, 1, seq, seq], and no position attends to another document.
+
+        x: [batch, seq, ...]. seen: number of positions of the same document before these.
         """
         seq = x.shape[1]
+        if seen:
+            all_seen = seq == 1 and attention_mask is None and (window is None or window > seen)
+            return None if all_seen else _within(window, seen, seen + seq, x.device)
         window = None if window is None or window >= seq else window
         positions = position_ids if attention_mask is None else None
         if window is None and positions is None and (attention_mask is None or attention_mask.dim() != 2):
@@ -127,8 +132,7 @@ class Tables:
         known = self._masks.get((x.device, window))
         if known is None or known.shape[0] < seq:
             with torch.inference_mode(False):
-                back = torch.arange(seq, device=x.device)[:, None] - torch.arange(seq, device=x.device)
-                known = (back >= 0) & (back < (seq if window is None else window))
+                known = _within(window, 0, seq, x.device)
             self._masks[x.device, window] = known
         mask = known[:seq, :seq]
         if positions is None:
@@ -137,8 +141,14 @@ class Tables:
         return mask & (document[:, None, :, None] == document[:, None, None, :])
 
 
+def _within(window: int | None, start: int, stop: int, device: torch.device) -> Tensor:
+    """Return whether each position from `start` on attends to each one, [stop - start, stop]."""
+    back = torch.arange(start, stop, device=device)[:, None] - torch.arange(stop, device=device)
+    return (back >= 0) & (back < (stop if window is None else window))
+
+
 def combined(causal: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
-    """Return a mask, True where a position attends to another, [seq, seq] or [batch, 1, seq, seq]; None for causal.
+    """Return a mask, True where a position attends to another, as `causal` or [batch, 1, *causal.shape]; None for causal.
 
     causal: of Tables; attention_mask: [batch, seq], 0 at padding, or [batch or 1, heads or 1, seq, seq], which then says it all
     but for the window. A padding position attends to itself, so that no row is empty.
@@ -148,5 +158,6 @@ def combined(causal: Tensor | None, attention_mask: Tensor | None) -> Tensor | N
     if attention_mask.dim() != 2:
         return attention_mask.bool() if causal is None else attention_mask.bool() & causal
     assert causal is not None
-    itself = torch.eye(len(causal), dtype=torch.bool, device=causal.device)
+    places = torch.arange(causal.shape[1], device=causal.device)
+    itself = places[-len(causal) :, None] == places
     return (causal & attention_mask[:, None, None, :].bool()) | itself

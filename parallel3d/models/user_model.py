@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_map_only
 
 from parallel3d.config import read_source
 from parallel3d.errors import ConfigError, nearest
-from parallel3d.models import DecoderConfig, causal_lm_loss, from_hf
+from parallel3d.models import causal_lm_loss, from_hf
+from parallel3d.models.huggingface.load import find_directory, sizes_of
 from parallel3d.rng import seeded, stream_seed
 from parallel3d.specs import Layer, LossFunction, check_layers
 
@@ -61,14 +62,14 @@ class Subject:
 def load_subject(target: str, seed: int) -> Subject:
     """Call the function `script.py:name` or `package.module:name` with torch seeded, and seed torch again.
 
-    - target: also a Hugging Face directory, or its config.json.
+    - target: also a Hugging Face directory, its config.json, or the hub's name of one in the local cache.
 
     Every call makes new layers. Raises ConfigError, which says what is missing, where there is no such function or it
     returns neither a Subject nor a mapping with its fields.
     """
-    if Path(target).name == "config.json" or Path(target).is_dir():
+    if (directory := find_directory(target)) is not None:
         torch.manual_seed(seed)
-        return _of_hugging_face(Path(target))
+        return _of_hugging_face(directory)
     place, _, name = target.rpartition(":")
     if not place or not name:
         raise ConfigError(
@@ -90,15 +91,14 @@ def load_subject(target: str, seed: int) -> Subject:
     return subject
 
 
-def _of_hugging_face(path: Path) -> Subject:
-    """Return the native decoder of a directory, with its weights or new ones if it has none, on random tokens."""
-    directory = path.parent if path.name == "config.json" else path
+def _of_hugging_face(directory: Path) -> Subject:
+    """Return the model of a directory, with its weights or new ones if it has none, on random tokens."""
     layers = from_hf(directory, weights=any(directory.glob("*.safetensors")))
-    decoder: DecoderConfig = layers[0].module_args[0]
-    batch, seq = 2, min(64, decoder.max_positions)
+    sizes = sizes_of(layers)
+    batch, seq = 2, min(64, sizes.max_positions)
 
     def micro_batch(_: int) -> tuple[Tensor, Tensor]:
-        tokens = torch.randint(decoder.vocab_size, (batch, seq + 1))
+        tokens = torch.randint(sizes.vocab_size, (batch, seq + 1))
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     # The model's own dropout, in every layout the same.

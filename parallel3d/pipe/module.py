@@ -378,3 +378,14 @@ def _build_loss(loss_fn: LossFunction, context: BuildContext) -> Callable[[Any, 
             f"loss_fn {type(built).__name__} has parameters to train, {trained}; move them to the last layer"
         )
     return built
+
+
+def tied_copies(model: PipelineModule) -> dict[str, str]:
+    """Return the further names of parameters that one layer has by several, each with the name that it is known by."""
+    copies = {}
+    for layer, module in model.layers.items():
+        first: dict[nn.Parameter, str] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if first.setdefault(parameter, name) != name:
+                copies[model.global_name(int(layer), name)] = model.global_name(int(layer), first[parameter])
+    return copies

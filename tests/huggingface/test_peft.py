@@ -28,6 +28,7 @@ ADAM = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 # (stages, tensor-parallel ranks, ZeRO stage) of 4 ranks, which continue each other's training.
 LAYOUTS = [(2, 2, 0), (2, 1, 2), (1, 2, 1), (1, 1, 3), (2, 1, 3), (1, 4, 0), (4, 1, 0)]
 MODELS = ["llama", "phi"]
+PROMPT = token_ids(1, 5)
 
 
 def adapted(name: str, directory: str | None = None, model: dict[str, Any] | None = None, **changes: Any) -> Any:
@@ -62,7 +63,7 @@ def make_engine(model: Any, stages: int, tensor_ranks: int, zero: int) -> DeepSp
 
 
 def train(name: str, out: str, trainings: list[int]) -> list[Any]:
-    """Train in each layout from where the one before has ended. Return losses and norms, and the state's bytes."""
+    """Train in each layout from where the one before has ended. Return losses and norms, the state's bytes, and a text."""
     results = []
     for k in trainings:
         engine = make_engine(adapted(name, f"{out}/{k}"), *LAYOUTS[k])
@@ -75,7 +76,8 @@ def train(name: str, out: str, trainings: list[int]) -> list[Any]:
         report = engine.reports.memory_report()[engine.global_rank]
         save_hf(engine, f"{out}/{k + 1}")
         save_hf(engine, f"{out}/merged{k + 1}", merge_adapters=True)
-        results.append((steps, [report[part][1] for part in ("gradients", "masters", "optimizer")]))
+        said = engine.generate(PROMPT, max_new_tokens=4)
+        results.append((steps, [report[part][1] for part in ("gradients", "masters", "optimizer")], said))
     return results
 
 
@@ -103,16 +105,19 @@ def test_adapters_train_in_each_layout_and_continue_in_the_next(run_ranks, tmp_p
     trainings = list(range(len(LAYOUTS) if full else 5 if name == "llama" else 1))
     model = adapted(name)
     model.save_pretrained(tmp_path / "0")
-    ranks = run_ranks(4, train, name, str(tmp_path), trainings)
+    ranks = run_ranks(4, train, name, str(tmp_path), trainings, timeout=500)
     num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert num_trained < 0.3 * sum(p.numel() for p in model.parameters())
     for k in trainings:
         wanted = train_on_one(model, k)
-        for steps, state in (rank[k] for rank in ranks):
+        said = model.generate(PROMPT, max_new_tokens=4, do_sample=False, eos_token_id=None)
+        for steps, state, own in (rank[k] for rank in ranks):
+            assert torch.equal(own, said), LAYOUTS[k]
             for found, expected in zip(steps, wanted, strict=True):
                 assert found == pytest.approx(expected, rel=1e-6), LAYOUTS[k]
             # Gradients and two moments of the adapters in float64, and nothing of what is frozen.
-            assert 0 < sum(state) < 1.1 * 3 * 8 * num_trained
+            assert sum(state) < 1.1 * 3 * 8 * num_trained
+        assert sum(sum(rank[k][1]) for rank in ranks) > 0
         model.save_pretrained(tmp_path / "reference")
         own, others = (load_file(tmp_path / f / "adapter_model.safetensors") for f in (str(k + 1), "reference"))
         assert own.keys() == others.keys()
@@ -121,6 +126,24 @@ def test_adapters_train_in_each_layout_and_continue_in_the_next(run_ranks, tmp_p
         exported = load_model(tmp_path / f"merged{k + 1}").state_dict()
         assert exported.keys() == whole.keys()
         assert all(distance(exported[key], weight) < 1e-8 for key, weight in whole.items()), LAYOUTS[k]
+
+
+def test_adapters_are_saved_and_merged_by_peft_s_own_rules(tmp_path: Path):
+    """With magnitudes of DoRA, and a head that is trained whole."""
+    model = adapted("llama", use_dora=True, modules_to_save=["lm_head"])
+    torch.nn.init.normal_(model.base_model.model.lm_head.modules_to_save["default"].weight)
+    module = PipelineModule(from_hf(model), num_stages=1)
+    save_hf(module, tmp_path / "own")
+    model.save_pretrained(tmp_path / "reference")
+    for name in ("adapter_config.json", "README.md"):
+        assert (tmp_path / "own" / name).read_text() == (tmp_path / "reference" / name).read_text()
+    own, wanted = (load_file(tmp_path / f / "adapter_model.safetensors") for f in ("own", "reference"))
+    assert own.keys() == wanted.keys()
+    assert all(torch.equal(own[key], weight) for key, weight in wanted.items())
+    save_hf(module, tmp_path / "merged", merge_adapters=True)
+    whole, exported = model.merge_and_unload().state_dict(), load_model(tmp_path / "merged").state_dict()
+    assert exported.keys() == whole.keys()
+    assert all(distance(exported[key], weight) < 1e-8 for key, weight in whole.items())
 
 
 def logits_with_dropout(layout_independent: bool, attention_dropout: float) -> tuple[Tensor, dict[str, Tensor]]:

@@ -47,7 +47,8 @@ def test_collectives_and_point_to_point_go_through_comm_alone():
         str(path.relative_to(PACKAGE))
         for path in PACKAGE.rglob("*.py")
         if path.relative_to(PACKAGE).parts[0] not in MAY_USE_TORCH_DISTRIBUTED
-        and any(name.startswith("torch.distributed") for name in _imports(path))
+        # Files of torch.distributed.checkpoint are read and written by one process.
+        and any(re.match(r"torch\.distributed(?!\.checkpoint)", name) for name in _imports(path))
     ]
     assert offenders == []
 

@@ -30,6 +30,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.lr_schedules import CYCLE_MIN_LR, WARMUP_LR, WARMUP_MIN_LR
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from deepspeed.utils import logger, logging
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 import parallel3d, parallel3d.pipe, parallel3d.zero, torch
 assert version("deepspeed") == deepspeed.__version__ == {version!r}
 assert deepspeed.pipe is parallel3d.pipe and deepspeed.zero is parallel3d.zero and deepspeed.comm is parallel3d.comm

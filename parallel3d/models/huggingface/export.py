@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -152,7 +153,7 @@ def _save(module: PipelineModule, masters: Mapping[nn.Parameter, Tensor], output
     groups = module.groups
     layers = {int(place): layer for place, layer in module.layers.items() if next(layer.parameters(), None) is not None}
     known = {place: layer for place, layer in layers.items() if isinstance(layer, HuggingFaceLayer)}
-    peft: Any = next((part.origin.peft for part in module.layers.values() if isinstance(part, WrappedPart)), None)
+    peft: Any = next((part.whole.peft for part in module.layers.values() if isinstance(part, WrappedPart)), None)
     error = next((_unknown(place, layer) for place, layer in layers.items() if place not in known), None)
     if error is None and groups.rank == 0 and output.directory is not None:
         error = check_empty(output.directory)
@@ -162,13 +163,13 @@ def _save(module: PipelineModule, masters: Mapping[nn.Parameter, Tensor], output
     pieces: dict[Key, Piece] = {}
     contributing = known if groups.coordinate("data") == 0 else {}
     for place, layer in contributing.items():
-        names = layer.stored()
-        for name, parameter in layers[place].named_parameters():
-            if peft is not None and not output.merge and not is_saved(peft, name, parameter):
+        for name, stored in layer.stored().items():
+            tensor = attrgetter(name)(layer)
+            if peft is not None and not output.merge and not is_saved(peft, name, tensor):
                 continue
-            value = masters.get(parameter, parameter)
+            value = masters.get(tensor, tensor)
             pieces[place, name] = Piece(
-                names[name], tuple(value.shape), whole_shape(parameter), value.dtype, slicing_of(parameter)
+                stored, tuple(value.shape), whole_shape(tensor), value.dtype, slicing_of(tensor)
             )
     everyone = all_gather_object((pieces, config, error), groups.control)
     _raise_first([error for _, _, error in everyone])
@@ -210,8 +211,8 @@ class _Values:
             self._gathered.close()
             self._gathered.enter_context(GatheredParameters(self._layers[place].parameters()))
             self._place = place
-        parameter = self._layers[place].get_parameter(name)
-        return self._masters.get(parameter, parameter).detach()
+        tensor = attrgetter(name)(self._layers[place])
+        return self._masters.get(tensor, tensor).detach()
 
 
 def _unknown(place: int, layer: nn.Module) -> str:

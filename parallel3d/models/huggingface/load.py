@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.models.config import DecoderConfig
 from parallel3d.models.decoder import decoder
 from parallel3d.models.huggingface.config import family_of, parse
+from parallel3d.models.huggingface.meta import load_wrapped
 from parallel3d.models.huggingface.names import all_stored, names_of
 from parallel3d.models.huggingface.weights import HEAD, Weights, check_weights, open_directory
 from parallel3d.models.huggingface.wrap import wrap
@@ -34,14 +36,14 @@ def from_hf(
 
     The inputs are those of TokenEmbedding.
 
-    - source: a directory with config.json and safetensors, from which each rank reads only what it builds; or a model made by
-      transformers. Llama, Qwen2, Mistral and GPT-2 become the native decoder. Any other model, and a PeftModel with LoRA,
-      keeps its own layers, split along its config's base_model_pp_plan and sharded by its base_model_tp_plan (`wrap`).
+    - source: a directory with config.json and safetensors, from which each rank reads only what it builds; the name of a model
+      of the Hugging Face hub that is in the local cache; or a model made by transformers. The architectures of FAMILIES become
+      the native decoder. Any other, and a PeftModel with LoRA, keeps its own layers (`wrap`).
     - dtype: of the weights; None for torch's default one, "auto" for the stored one.
-    - tied: whether the head shares the embedding's weight; None for what the config says.
+    - tied: whether the head shares the embedding's weight; None for what the config says. Of native decoders alone.
     - weights: False to start from new weights; a directory then needs config.json alone.
-    - ignore: unknown keys of the config that are accepted.
-    - units: what a stage holds a whole number of, see `decoder`.
+    - ignore: unknown keys of the config that are accepted. Of native decoders alone.
+    - units: what a stage holds a whole number of, see `decoder`. Of native decoders alone.
 
     Raises ConfigError for a config.json that can't be read, an unknown architecture or key, CheckpointError for tensors that
     are missing, too many or misshapen.
@@ -49,23 +51,70 @@ def from_hf(
     if isinstance(source, nn.Module):
         raw = _config_of(source)
         if family_of(raw) is None or hasattr(source, "peft_config"):
-            _refuse_for_wrapping(dtype, tied, weights, ignore, units)
+            _refuse_for_wrapping({"dtype": dtype, "weights": None if weights else False}, tied, ignore, units)
             return wrap(source)
         family, config = parse(raw, ignore)
         stored = Weights(source.state_dict()) if weights else None
         where = type(source).__name__
     else:
-        raw = dict(read_mapping(Path(source) / "config.json", parse_json))
+        directory = find_directory(source) or Path(source)
+        raw = dict(read_mapping(directory / "config.json", parse_json))
         try:
+            if family_of(raw) is None:
+                _refuse_for_wrapping({}, tied, ignore, units)
+                wanted = _dtype(raw) if dtype == "auto" else dtype
+                return wrap(*load_wrapped(directory, wanted or torch.get_default_dtype(), weights))
             family, config = parse(raw, ignore)
         except ConfigError as error:
-            raise ConfigError(f"{Path(source) / 'config.json'}: {error}") from None
-        stored = open_directory(Path(source), family.base) if weights else None
-        where = str(source)
+            raise ConfigError(f"{directory / 'config.json'}: {error}") from None
+        stored = open_directory(directory, family.base) if weights else None
+        where = str(directory)
     config = replace(_tie(config, tied, stored, where), huggingface=raw)
     if stored is not None:
         check_weights(stored, all_stored(config), config.tied, where)
     return decoder(config, _dtype(raw) if dtype == "auto" else dtype, stored, units)
+
+
+def find_directory(source: str | Path) -> Path | None:
+    """Return the directory of a model: itself, that of its config.json, or that of a hub's model in the local cache.
+
+    None for what is neither. Raises ConfigError for a name org/model that is not in the cache.
+    """
+    path = Path(source)
+    if path.is_dir() or path.name == "config.json":
+        return path if path.is_dir() else path.parent
+    if path.exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(source)) or str(source).startswith("."):
+        return None
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(str(source), local_files_only=True))
+    except (ImportError, OSError, ValueError):
+        if "/" not in str(source):
+            return None
+    raise ConfigError(
+        f"there is no directory {str(source)!r}, and no model of that name in the local cache of the Hugging Face hub; "
+        f"download it: hf download {source}"
+    )
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes that samples of a model must have. max_positions: of a sequence; learned: whether there are no more."""
+
+    vocab_size: int
+    max_positions: int
+    learned: bool
+
+
+def sizes_of(layers: Sequence[LayerSpec]) -> Sizes:
+    """Return the sizes of a model of `from_hf` or `decoder`."""
+    first = layers[0].module_args[0]
+    if isinstance(first, DecoderConfig):
+        return Sizes(first.vocab_size, first.max_positions, first.rope is None)
+    config = first.config.get_text_config()
+    most = getattr(config, "max_position_embeddings", None)
+    return Sizes(config.vocab_size, most or 2048, most is not None and getattr(config, "rope_parameters", None) is None)
 
 
 def _config_of(model: nn.Module) -> dict[str, Any]:
@@ -97,11 +146,10 @@ def _dtype(raw: Mapping[str, Any]) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-def _refuse_for_wrapping(dtype: object, tied: bool | None, weights: bool, ignore: Collection[str], units: str) -> None:
-    halves = None if units == "block" else units
-    arguments = {"dtype": dtype, "tied": tied, "ignore": ignore or None, "units": halves}
+def _refuse_for_wrapping(others: Mapping[str, object], tied: bool | None, ignore: Collection[str], units: str) -> None:
+    arguments = {**others, "tied": tied, "ignore": ignore or None, "units": None if units == "block" else units}
     given = [name for name, value in arguments.items() if value is not None]
-    if given or not weights:
+    if given:
         raise ConfigError(
-            f"{', '.join(given or ['weights'])} can't be given for a model that keeps its own layers; change the model itself"
+            f"{', '.join(given)} can't be given for a model that keeps its own layers; change the model, or its config.json"
         )

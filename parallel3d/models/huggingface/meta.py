@@ -1,4 +1,4 @@
-"""Plain models that were built on the meta device, with weights from a directory."""
+"""Models of transformers on the meta device, with weights from a directory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,60 @@ from torch import Tensor, nn
 
 from parallel3d.checkpoint.read import differences
 from parallel3d.errors import CheckpointError, ConfigError
-from parallel3d.models.huggingface.weights import COMPUTED, open_directory
+from parallel3d.models.huggingface.weights import COMPUTED, Weights, open_directory
 from parallel3d.zero.values import keep_in_file
+
+
+def load_wrapped(directory: Path, dtype: torch.dtype, weights: bool) -> tuple[nn.Module, Weights | None]:
+    """Return a causal language model of transformers and the weights that its parts are to read, None if there are none.
+
+    The model is on the meta device, with its buffers on the CPU. Only one whose stored tensors transformers converts when it
+    loads them, such as single experts, is whole in memory.
+
+    - weights: whether the directory's weights are wanted.
+
+    Raises ConfigError if transformers has no such model, CheckpointError for weights that don't fit it.
+    """
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise ConfigError(
+            f"the architecture in {directory} is run by transformers; install it: pip install transformers"
+        ) from None
+    try:
+        config = AutoConfig.from_pretrained(directory)
+        quantized = getattr(config, "quantization_config", None) is not None
+        with torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except (ImportError, KeyError, OSError, ValueError) as error:
+        raise ConfigError(
+            f"transformers has no causal language model for {directory / 'config.json'}: {error}"
+        ) from error
+    if quantized:
+        raise ConfigError(
+            f"the weights in {directory} are quantized, which can't be trained; take a directory in bf16 or fp32"
+        )
+    if not weights:
+        _move_buffers(model, (), torch.device("cpu"))
+        return model, None
+    stored = _open(model, directory)
+    try:
+        name_of = _names_in_files(model, stored, directory)
+    except CheckpointError:
+        kinds: Any = AutoModelForCausalLM
+        model, found = kinds.from_pretrained(
+            directory, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+        misshapen = {name: (wanted, shape) for name, shape, wanted in found["mismatched_keys"]}
+        if differences(found["missing_keys"], found["unexpected_keys"], misshapen):
+            raise
+        return model, None
+    _move_buffers(model, name_of, torch.device("cpu"))
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        stored.alias(name, name_of[tensor])
+        if not tensor.is_meta:
+            tensor.data.copy_(stored.elements(name, 0, tensor.numel()).view(tensor.shape))
+    return model, stored
 
 
 def read_when_needed(model: nn.Module, directory: Path, device: torch.device) -> None:
@@ -24,8 +76,24 @@ def read_when_needed(model: nn.Module, directory: Path, device: torch.device) ->
 
     Raises CheckpointError if tensors are missing, unknown or misshapen, ConfigError for a buffer that nothing computes.
     """
+    weights = _open(model, directory)
+    name_of = _names_in_files(model, weights, directory)
+    _move_buffers(model, name_of, device)
+    for tensor, name in name_of.items():
+        read = partial(weights.elements, name)
+        if isinstance(tensor, nn.Parameter) and tensor.is_meta:
+            keep_in_file(tensor, read, device)
+        else:
+            tensor.data.copy_(read(0, tensor.numel()).view(tensor.shape))
+
+
+def _open(model: nn.Module, directory: Path) -> Weights:
     prefix = getattr(model, "base_model_prefix", "")
-    weights = open_directory(directory, f"{prefix}." if prefix and hasattr(model, prefix) else "")
+    return open_directory(directory, f"{prefix}." if prefix and hasattr(model, prefix) else "")
+
+
+def _names_in_files(model: nn.Module, weights: Weights, directory: Path) -> dict[Tensor, str]:
+    """Return the stored name of each parameter and persistent buffer. Raises CheckpointError if they don't fit each other."""
     shapes = weights.shapes()
     tensors = model.state_dict(keep_vars=True)  # parameters, by all their names, and persistent buffers
     # A file needs to hold but one of a tied parameter's names.
@@ -38,13 +106,7 @@ def read_when_needed(model: nn.Module, directory: Path, device: torch.device) ->
             f"the tensors of {directory} don't fit {type(model).__name__}; {faults}; if transformers converts them, load the "
             "model by from_pretrained in parallel3d.zero.Init"
         )
-    _move_buffers(model, name_of, device)
-    for tensor, name in name_of.items():
-        read = partial(weights.elements, name)
-        if tensor.is_meta:
-            keep_in_file(tensor, read, device)
-        else:
-            tensor.data.copy_(read(0, tensor.numel()).view(tensor.shape))
+    return name_of
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Tensor parallelism of a wrapped Hugging Face model by its own plan, base_model_tp_plan of its config."""
+"""Tensor parallelism of a wrapped Hugging Face model by its own plan, base_model_tp_plan of its config, or by usual names."""
 
 from __future__ import annotations
 
@@ -15,13 +15,19 @@ from parallel3d.comm import differentiable
 from parallel3d.comm.collectives import Group
 from parallel3d.errors import ConfigError
 from parallel3d.models.huggingface.adapters import UnknownRegion, adapted_by, styles_inside
-from parallel3d.models.huggingface.tp_regions import regions_of
+from parallel3d.models.huggingface.tp_regions import regions_of, shard_experts
 from parallel3d.parameters import sliced
 from parallel3d.specs import BuildContext
 from parallel3d.tensor_parallel.embedding import own_padding, own_rows
 from parallel3d.tensor_parallel.parallelize import STYLES, Column, Row, Style, Vocabulary, Whole, parallelize
 from parallel3d.tensor_parallel.regions import slicing_group
 from parallel3d.tensor_parallel.slicing import cut
+
+EXPERTS = "moe_tp_experts"
+# How linear layers of these names are sharded in a model that has no plan. What can't be sharded so is refused all the same.
+_USUAL = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1"), "colwise") | dict.fromkeys(
+    ("o_proj", "out_proj", "down_proj", "fc2"), "rowwise"
+)
 
 
 @dataclass(frozen=True)
@@ -40,15 +46,22 @@ class TensorPlan:
     names_layers: bool
 
     @classmethod
-    def of(cls, model: nn.Module, prefix: str, layers: str) -> TensorPlan:
-        """Return the plan of the layers, which the configuration gives, and of the rest, for which the model may add to it."""
+    def of(cls, model: nn.Module, layers: str) -> TensorPlan:
+        """Return the plan of the layers, which the configuration gives, and of the rest, for which the model may add to it.
+
+        layers: the prefix of their names.
+        """
         hf: Any = model
-        own = f"{prefix}.{layers}."
-        words = {key: word for key, word in (getattr(hf, "tp_plan", None) or {}).items() if not key.startswith(own)}
-        words |= {f"{prefix}.{k}": word for k, word in (getattr(hf.config, "base_model_tp_plan", None) or {}).items()}
+        prefix, given = hf.base_model_prefix, getattr(hf.config, "base_model_tp_plan", None)
+        words = {key: word for key, word in (getattr(hf, "tp_plan", None) or {}).items() if not key.startswith(layers)}
+        words |= {f"{prefix}.{k}": word for k, word in (given or {}).items()}
+        if given is None:
+            linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+            leaves = {_generic(name): name.rpartition(".")[2] for name in linears if name.startswith(layers)}
+            words |= {key: _USUAL[leaf] for key, leaf in leaves.items() if leaf in _USUAL}
         known = {_generic(name) for name, _ in (*model.named_modules(), *model.named_parameters())}
         words = {key: word for key, word in words.items() if key in known}
-        return cls(type(model).__name__, f"{prefix}.", words, any(key.startswith(own) for key in words))
+        return cls(type(model).__name__, f"{prefix}.", words, any(key.startswith(layers) for key in words))
 
     def whole_where_tied(self, ties: Iterable[tuple[str, str]]) -> TensorPlan:
         """Return the plan that shards tied weights alike or not at all. ties: names of both in the model."""
@@ -69,7 +82,14 @@ class TensorPlan:
         if group.size == 1:
             return layer
         styles = self._styles(layer, prefix)
-        result = _copy_of(layer)
+        result = copy_of(layer)
+        for name, experts in result.named_modules():
+            if self.words.get(_generic(prefix + name)) == EXPERTS:
+                own = {key: styles.pop(f"{name}.{key}", None) for key, _ in experts.named_parameters()}
+                try:
+                    shard_experts(experts, own, group)
+                except UnknownRegion as error:
+                    self._refuse(prefix + name, str(error))
         regions = regions_of(result, styles)
         for region in regions:
             if region.drops and context is not None and context.layout_independent:
@@ -93,7 +113,7 @@ class TensorPlan:
         sharded_styles = {name: style for name, style in styles.items() if not isinstance(style, Whole)}
         if not sharded_styles:
             return part
-        result = _copy_of(part)
+        result = copy_of(part)
         for name, style in list(sharded_styles.items()):
             module = result.get_submodule(name)
             if isinstance(module, nn.Embedding) and type(module).forward is not nn.Embedding.forward:
@@ -137,13 +157,17 @@ class TensorPlan:
         return group
 
     def _styles(self, part: nn.Module, prefix: str) -> dict[str, Style]:
-        """Return the styles of the modules in a part that the plan names."""
+        """Return the styles of what the plan names in a part: modules, but for experts, and the parameters of experts."""
         modules = {name: self.words.get(_generic(prefix + name)) for name, _ in part.named_modules() if name}
         parameters = {name: self.words.get(_generic(prefix + name)) for name, _ in part.named_parameters()}
+        experts = {name for name, word in modules.items() if word == EXPERTS}
         for name, word in (*modules.items(), *parameters.items()):
-            if word is not None and (word not in STYLES or name in parameters):
+            if word is None or name in experts:
+                continue
+            if word not in STYLES or (name in parameters and name.rpartition(".")[0] not in experts):
                 self._refuse(prefix + name, f"is {word!r} in its plan, which is not supported here")
-        return {name: STYLES[word] for name, word in modules.items() if word is not None}
+        named = {**modules, **parameters}
+        return {name: STYLES[word] for name, word in named.items() if word is not None and name not in experts}
 
     def _refuse(self, where: str, why: str) -> NoReturn:
         where = where.rstrip(".")
@@ -156,7 +180,7 @@ class TensorPlan:
         )
 
 
-def _copy_of(module: nn.Module) -> nn.Module:
+def copy_of(module: nn.Module) -> nn.Module:
     """Return copies of modules and parameters that share the model's memory; changes of their attributes don't reach it."""
     memo: dict[int, Any] = {
         id(p): nn.Parameter(p.detach(), p.requires_grad) for p in module.parameters() if type(p) is nn.Parameter

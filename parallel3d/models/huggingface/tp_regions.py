@@ -12,12 +12,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from parallel3d.comm import differentiable
 from parallel3d.comm.collectives import Group
 from parallel3d.models.huggingface.adapters import UnknownRegion, adapted_by
+from parallel3d.parameters import sliced
 from parallel3d.rng import OwnStream
 from parallel3d.tensor_parallel.parallelize import Column, Row, Style, Whole
 from parallel3d.tensor_parallel.regions import enter_region
-from parallel3d.tensor_parallel.slicing import AttentionHeads
+from parallel3d.tensor_parallel.slicing import AttentionHeads, cut
 
 # Attributes by which an attention module knows its heads.
 _QUERY_COUNTS = ("num_heads", "num_attention_heads")
@@ -31,12 +33,14 @@ class Region:
     """A module with layers whose outputs or inputs stay sharded.
 
     name: of the module, in its layer; columns: style of each column layer, by its name in the module; rows: names.
+    nested: names in the module of other regions inside it.
     """
 
     name: str
     module: nn.Module
     columns: Mapping[str, Column]
     rows: tuple[str, ...]
+    nested: tuple[str, ...] = ()
 
     def prepare(self, group: Group) -> dict[str, Style]:
         """Return the styles of all modules with weights inside, by names in the layer; set an attention module's heads.
@@ -81,7 +85,9 @@ class Region:
 
     @property
     def drops(self) -> bool:
-        """Whether there is dropout inside, that of adapters aside."""
+        """Whether there is dropout inside, that of adapters aside. In a whole layer the other dropouts are of hidden states."""
+        if not self.name:
+            return bool(getattr(self.module, "activation_dropout", 0))
         rates = [v for name, v in vars(self.module).items() if "drop" in name and isinstance(v, (int, float))]
         inside = ((n, m) for n, m in self.module.named_modules() if not self._is_adapter(n))
         rates += [m.p for _, m in inside if isinstance(m, nn.modules.dropout._DropoutNd)]
@@ -92,7 +98,26 @@ class Region:
         for name, column in columns.items():
             if column.out_features != self.columns[name].fused * row.in_features:
                 raise UnknownRegion(f"has {name} of {column.out_features} outputs before {row.in_features} inputs")
-        return self._others(None)
+        if self.name:
+            return self._others(None)
+        # In a whole layer there is more. What has the size of hidden states works on them, outside the region.
+        for name, module in self._with_weights():
+            sizes = {size for parameter in module.parameters(recurse=False) for size in parameter.shape}
+            if row.in_features in sizes or row.out_features not in sizes:
+                raise UnknownRegion(f"has {name or 'weights of its own'} that may work on what is sharded")
+        return {}
+
+    def _with_weights(self) -> list[tuple[str, nn.Module]]:
+        """Return the modules with weights of their own besides columns, rows and other regions, by name."""
+        known = (*self.columns, *self.rows)
+        return [
+            (name, module)
+            for name, module in self.module.named_modules()
+            if name not in known
+            and not self._is_adapter(name)
+            and not any(f"{name}.".startswith(f"{other}.") for other in self.nested)
+            and any(True for _ in module.parameters(recurse=False))
+        ]
 
     def _by_heads(self, columns: Mapping[str, Any], row: Any, group: Group) -> dict[str, Style]:
         """Return the styles of attention: separate projections, or one that has query, key and value of each head in turn."""
@@ -125,10 +150,8 @@ class Region:
     def _others(self, size_of_head: int | None) -> dict[str, Style]:
         """Return the styles of other modules with weights: norms of single heads, whose gradients are partial on each rank."""
         partial: dict[str, Style] = {}
-        for name, module in self.module.named_modules():
+        for name, module in self._with_weights():
             shapes = [list(parameter.shape) for parameter in module.parameters(recurse=False)]
-            if not shapes or name in self.columns or name in self.rows or self._is_adapter(name):
-                continue
             if not name or any(shape != [size_of_head] for shape in shapes):
                 raise UnknownRegion(f"has {name or 'weights of its own'} that works on what is sharded")
             partial[name] = Whole(partial=True)
@@ -168,10 +191,48 @@ def regions_of(layer: nn.Module, styles: Mapping[str, Style]) -> list[Region]:
             columns.setdefault(parent, {})[name] = style
         elif isinstance(style, Row) and style.input_is_parallel:
             rows.setdefault(parent, []).append(name)
+    parents = list(dict.fromkeys((*columns, *rows)))
+    nested = tuple(filter(None, parents))  # in the layer itself; others hold no regions
     return [
-        Region(parent, layer.get_submodule(parent), columns.get(parent, {}), tuple(rows.get(parent, ())))
-        for parent in dict.fromkeys((*columns, *rows))
+        Region(
+            parent,
+            layer.get_submodule(parent),
+            columns.get(parent, {}),
+            tuple(rows.get(parent, ())),
+            () if parent else nested,
+        )
+        for parent in parents
     ]
+
+
+def shard_experts(experts: Any, styles: Mapping[str, Style | None], group: Group) -> None:
+    """Shard a mixture's experts by the features inside each of them; what enters and leaves them is whole on every rank.
+
+    styles: of each parameter [expert, out, in]. Changed in place. Raises UnknownRegion.
+    """
+    weights = {name: parameter for name, parameter in experts.named_parameters() if parameter.dim() == 3}
+    inside = set()
+    for name, style in styles.items():
+        if name not in weights or not isinstance(style, (Column, Row)):
+            raise UnknownRegion(f"has {name}, which its plan doesn't shard")
+        dim, fused = (1, style.fused) if isinstance(style, Column) else (2, 1)
+        size, rest = divmod(weights[name].shape[dim], fused)
+        inside.add((size, rest))
+        whole = cut(size * fused, [size] * fused, group.size)
+        setattr(experts, name, sliced(weights[name], whole.slicing(dim, group.index)))
+    if len(inside) != 1 or getattr(experts, "is_transposed", False) or not getattr(experts, "is_concatenated", True):
+        raise UnknownRegion(
+            "stores its weights otherwise than as gate and up [expert, 2 * ffn, hidden], down [expert, hidden, ffn]"
+        )
+
+    def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        # Hidden states, and the weights of the experts in the sum, whose gradients are partial too.
+        return tuple(
+            enter_region(arg, group) if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args
+        )
+
+    experts.register_forward_pre_hook(enter)
+    experts.register_forward_hook(lambda _module, _args, output: differentiable.reduce_from_region(output, group))
 
 
 def _tell_heads(attention: Any, heads: AttentionHeads, group: Group) -> None:

@@ -46,9 +46,8 @@ class Weights:
             self._tensors.setdefault(name, self._tensors[other])
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop) of a tensor along dim 0 or 1; nothing else is read from a file."""
-        tensor = self._tensors[name]
-        part: Tensor = tensor[start:stop] if dim == 0 else tensor[:, start:stop]
+        """Return elements [start, stop) of a tensor along dim; nothing else is read from a file."""
+        part: Tensor = self._tensors[name][(slice(None),) * dim + (slice(start, stop),)]
         return part
 
     def scratch(self, like: Tensor) -> Tensor:

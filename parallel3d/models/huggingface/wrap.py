@@ -1,4 +1,4 @@
-"""Hugging Face models that the native decoder doesn't know: their own layers, split by their pipeline and tensor plans.
+"""Hugging Face models that the native decoder doesn't know: their own layers, as a list for a pipeline.
 
 What a model computes around its layers (masks, rotary embeddings, scaled embeddings, capped logits) remains its own code:
 its forward runs once before the layers, with recorders in their place, and once after them, with their result.
@@ -6,20 +6,23 @@ its forward runs once before the layers, with recorders in their place, and once
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from parallel3d.checkpoint.export import Stored, all_of
 from parallel3d.errors import ConfigError, DataError
 from parallel3d.models.huggingface.adapters import unwrapped
-from parallel3d.models.huggingface.tp_plan import TensorPlan
+from parallel3d.models.huggingface.outline import Outline, Recorder, with_modules
+from parallel3d.models.huggingface.tp_plan import TensorPlan, copy_of
+from parallel3d.models.huggingface.weights import Weights, load_layer, load_layer_later
 from parallel3d.models.sliced import SlicedLogits
-from parallel3d.parameters import whole_shape
+from parallel3d.parameters import persistent_buffers, whole_shape
 from parallel3d.specs import BuildContext, LayerSpec, TiedLayerSpec
 from parallel3d.tensor_parallel.linear import ColumnParallelLinear
 
@@ -31,26 +34,44 @@ class _Shared:
     index: int
 
 
+@dataclass(frozen=True)
+class _Past:
+    """Stands for the model's keys and values in the arguments of a layer, which keeps its own."""
+
+
 @dataclass(frozen=True, eq=False)
-class Origin:
-    """The model that parts are wrapped from: its config and, where it has adapters, its PeftModel without weights."""
+class WrappedModel:
+    """A model whose parts are wrapped.
+
+    - plan: of its tensor parallelism.
+    - peft: where it has adapters, its PeftModel without weights.
+    - weights: what the parts of a model on the meta device read; None to draw them.
+    - draw: initializes one module; None for a model with weights, whose own modules the parts have.
+    """
 
     config: Any
+    plan: TensorPlan
     peft: Any = None
+    weights: Weights | None = None
+    draw: Callable[[nn.Module], None] | None = None
+
+    def __deepcopy__(self, memo: object) -> WrappedModel:
+        return self  # it is not changed, and `draw` knows the whole model
 
 
 class WrappedPart(nn.Module):
     """A part of a wrapped model. Its parameters are the model's; their names there are `prefix` and the name in the part."""
 
-    def __init__(self, origin: Origin, prefix: str):
+    def __init__(self, whole: WrappedModel, prefix: str):
         super().__init__()
-        self.origin, self._prefix = origin, prefix
+        self.whole, self._prefix = whole, prefix
+        self._past: Any = None
 
     def stored(self) -> dict[str, Stored]:
-        """Return how each parameter is stored: under its own name in the model."""
+        """Return how each parameter and each persistent buffer is stored: under its own name in the model."""
         return {
-            name: all_of(self.name_in_model(name), *whole_shape(parameter))
-            for name, parameter in self.named_parameters()
+            name: all_of(self.name_in_model(name), *whole_shape(tensor))
+            for name, tensor in (*self.named_parameters(), *persistent_buffers(self))
         }
 
     def name_in_model(self, name: str) -> str:
@@ -59,27 +80,65 @@ class WrappedPart(nn.Module):
 
     def config_json(self) -> dict[str, Any]:
         """Return the model's config.json. Raises ConfigError with adapters, for whose names no architecture has a place."""
-        if self.origin.peft is not None:
+        if self.whole.peft is not None:
             raise ConfigError(
                 "a model with adapters has no config.json of its own; use save_hf(..., merge_adapters=True)"
             )
-        return dict(self.origin.config.to_dict())
+        return dict(self.whole.config.to_dict())
+
+    @property
+    def max_positions(self) -> int | None:
+        """Number of positions that the model is made for, if its config says so."""
+        found: int | None = getattr(self.whole.config, "max_position_embeddings", None)
+        return found
+
+    def keep_past(self, length: int | None) -> None:
+        """Keep keys and values from the next call on, of any number of positions; None: drop them, and keep no more."""
+        from transformers import DynamicCache
+
+        self._past = None if length is None else DynamicCache(config=self.whole.config)
+
+    @torch.no_grad()
+    def _own(self, module: nn.Module) -> nn.Module:
+        """Return a module of the model; of one on the meta device a copy, with new weights if there are none to read."""
+        weights, draw = self.whole.weights, self.whole.draw
+        if draw is None:
+            return module
+        own = copy_of(module)
+        if weights is None and not _on_meta():
+            _give_memory(own)
+            own.apply(draw)
+        return own
+
+    def _read(self, context: BuildContext | None) -> None:
+        """Read the weights of a model on the meta device, whole or sharded; later, where the context says so."""
+        if self.whole.weights is None or _on_meta():
+            return
+        if context is not None and context.reads_later:
+            load_layer_later(self, self.stored(), self.whole.weights, context.device)
+        else:
+            _give_memory(self)
+            load_layer(self, self.stored(), self.whole.weights)
 
 
-class _Recorder(nn.Module):
-    """Replacement of a layer that records its arguments and returns the hidden states."""
+def _give_memory(module: nn.Module) -> None:
+    """Replace the parameters, which are on the meta device, by such with memory."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                if parameter not in made:
+                    new = made[parameter] = nn.Parameter(torch.empty_like(parameter, device=_device()))
+                    vars(new).update(vars(parameter))
+                owner._parameters[name] = made[parameter]
 
-    def __init__(self, layer: nn.Module):
-        super().__init__()
-        # A model may ask its layers what kind of attention each has.
-        for name, value in vars(layer).items():
-            if not name.startswith("_") and name != "training":
-                setattr(self, name, value)
-        self.call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self.call = (args, kwargs)
-        return hidden_states
+def _device() -> torch.device:
+    return torch.get_default_device()
+
+
+def _on_meta() -> bool:
+    return _device().type == "meta"
 
 
 class _Output:
@@ -114,29 +173,29 @@ class Entry(WrappedPart):
     """
 
     def __init__(
-        self,
-        origin: Origin,
-        prefix: str,
-        base: nn.Module,
-        layers: str,
-        after: Sequence[str],
-        plan: TensorPlan,
-        context: BuildContext | None = None,
+        self, whole: WrappedModel, prefix: str, base: nn.Module, outline: Outline, context: BuildContext | None = None
     ):
-        super().__init__(origin, prefix)
-        before = _with_modules(base, {name: nn.Identity() for name in (layers, *after)})
-        self._recorders = [_Recorder(layer) for layer in base.get_submodule(layers).children()]
-        self.model = _with_modules(plan.around(before, prefix, context), {layers: nn.ModuleList(self._recorders)})
+        super().__init__(whole, prefix)
+        layers = outline.layers
+        before = self._own(with_modules(base, {name: nn.Identity() for name in (layers, *outline.after)}))
+        self._recorders = [Recorder(layer, outline.in_tuples) for layer in base.get_submodule(layers).children()]
+        self.model = with_modules(whole.plan.around(before, prefix, context), {layers: nn.ModuleList(self._recorders)})
+        self._read(context)
 
     def forward(self, inputs: Tensor | Mapping[str, Any]) -> dict[str, Any]:
         """Run the model up to its layers. Raises DataError for inputs that are neither token ids nor a dict."""
         if not isinstance(inputs, (Tensor, Mapping)):
             raise DataError(f"the inputs of a model are token ids or a dict, not {type(inputs).__name__}")
         given = {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
+        if self._past is not None:
+            known = inspect.signature(self.model.forward).parameters
+            given["cache" if "cache" in known else "past_key_values"] = self._past
         hidden = self.model(**given, use_cache=False).last_hidden_state
         shared: list[Tensor] = []
 
         def share(leaf: Any) -> Any:
+            if self._past is not None and leaf is self._past:
+                return _Past()
             if not isinstance(leaf, Tensor):
                 return leaf
             known = next((k for k, tensor in enumerate(shared) if tensor is leaf), len(shared))
@@ -146,7 +205,10 @@ class Entry(WrappedPart):
 
         calls = [tree_map(share, recorder.call) for recorder in self._recorders]
         for recorder in self._recorders:
-            recorder.call = None
+            recorder.forget()
+        # No layer is here; the next call's masks depend on the number of positions that each would have kept.
+        for kept in () if self._past is None else self._past.layers:
+            kept.update(*[hidden.new_zeros(1, 1, hidden.shape[1], 1)] * 2)
         return {"hidden": hidden, "shared": shared, "calls": calls}
 
 
@@ -154,22 +216,30 @@ class Layer(WrappedPart):
     """Layer `place` of the model, called as its own model calls it."""
 
     def __init__(
-        self,
-        origin: Origin,
-        prefix: str,
-        plan: TensorPlan,
-        layer: nn.Module,
-        place: int,
-        context: BuildContext | None = None,
+        self, whole: WrappedModel, prefix: str, layer: nn.Module, place: int, context: BuildContext | None = None
     ):
-        super().__init__(origin, prefix)
-        self.layer = plan.layer(layer, prefix, context)
+        super().__init__(whole, prefix)
+        self.layer = whole.plan.layer(self._own(layer), prefix, context)
         self._place = place
+        self._read(context)
+
+    @staticmethod
+    def cost_key(whole: WrappedModel, prefix: str, layer: nn.Module, place: int) -> object:
+        """Return a key that layers of equal cost share, see LayerSpec.costs_like: all that their modules say of themselves."""
+        told = (vars(module).items() for module in layer.modules())
+        return repr(layer), [
+            (name, value)
+            for items in told
+            for name, value in items
+            if isinstance(value, (bool, int, float, str)) and not name.endswith("idx")
+        ]
 
     def forward(self, x: dict[str, Any]) -> dict[str, Any]:
         """Run the layer with the arguments that the model would pass."""
 
         def unshare(leaf: Any) -> Any:
+            if isinstance(leaf, _Past):
+                return self._past
             return x["shared"][leaf.index] if isinstance(leaf, _Shared) else leaf
 
         args, kwargs = tree_map(unshare, x["calls"][self._place])
@@ -178,15 +248,18 @@ class Layer(WrappedPart):
 
 
 class Behind(WrappedPart):
-    """Modules that the plan names after the layers, such as a last norm. After them only hidden states travel."""
+    """Modules that the model calls after the layers, such as a last norm. After them only hidden states travel."""
 
-    def __init__(self, origin: Origin, prefix: str, modules: Mapping[str, nn.Module]):
-        super().__init__(origin, prefix)
-        self.modules_behind = nn.ModuleDict(modules)
+    def __init__(
+        self, whole: WrappedModel, prefix: str, modules: Mapping[str, nn.Module], context: BuildContext | None = None
+    ):
+        super().__init__(whole, prefix)
+        self.modules_behind = nn.ModuleDict({name: self._own(module) for name, module in modules.items()})
+        self._read(context)
 
     def forward(self, x: dict[str, Any]) -> Tensor:
-        """Apply the modules to the hidden states [batch, seq, hidden]."""
-        hidden = x["hidden"]
+        """Apply the modules to the hidden states [batch, seq, hidden]; in a generation, to the last position's."""
+        hidden = x["hidden"] if self._past is None else x["hidden"][:, -1:]
         for module in self.modules_behind.values():
             hidden = module(hidden)
         return hidden
@@ -198,15 +271,14 @@ class Exit(WrappedPart):
     The logits are SlicedLogits if the plan shards the head without gathering its output.
     """
 
-    def __init__(
-        self, origin: Origin, model: nn.Module, base: str, plan: TensorPlan, context: BuildContext | None = None
-    ):
-        super().__init__(origin, "")
+    def __init__(self, whole: WrappedModel, model: nn.Module, base: str, context: BuildContext | None = None):
+        super().__init__(whole, "")
         self._result = _Result()
-        above = plan.around(_with_modules(model, {base: nn.Identity()}), "", context)
-        self.model = _with_modules(above, {base: self._result})
+        above = whole.plan.around(self._own(with_modules(model, {base: nn.Identity()})), "", context)
+        self.model = with_modules(above, {base: self._result})
         heads = [m for m in above.modules() if isinstance(m, ColumnParallelLinear) and not m.gather_output]
         self._sliced = [(head.group, head.out_features) for head in heads]
+        self._read(context)
 
     def forward(self, hidden: Tensor) -> Tensor | SlicedLogits:
         """Run the part of the model after its layers."""
@@ -215,58 +287,45 @@ class Exit(WrappedPart):
         return SlicedLogits(logits, *self._sliced[0]) if self._sliced else logits
 
 
-def _with_modules(module: nn.Module, replaced: Mapping[str, nn.Module]) -> nn.Module:
-    """Return the module with other children of these names, which shares everything else with it."""
-    clone = copy.copy(module)
-    clone._modules = {**module._modules, **replaced}
-    return clone
-
-
-def wrap(model: nn.Module) -> list[LayerSpec]:
+def wrap(model: nn.Module, weights: Weights | None = None) -> list[LayerSpec]:
     """Return a Hugging Face causal language model as layers for a PipelineModule: its own layers, not copies of them.
 
-    Token ids, or a dict of the base model's arguments, -> logits. Raises ConfigError for a model without a pipeline plan
-    (base_model_pp_plan of its config), with persistent buffers, or with weights shared other than by embedding and head.
-    With several tensor-parallel ranks, layers are built from copies and sharded by the config's base_model_tp_plan; the
-    build then raises ConfigError for modules that can't be sharded, and for sequence parallelism. A PeftModel's adapters
-    are sharded with the layers that they adapt; those other than LoRA raise ConfigError.
+    Token ids, or a dict of the base model's arguments, -> logits. Of a model on the meta device each layer is a copy, with
+    weights that it reads when it is built, or new ones without `weights`. With several tensor-parallel ranks, layers are
+    built from copies and sharded as TensorPlan says, a PeftModel's adapters with the layers that they adapt.
+
+    Raises ConfigError for a model that isn't one list of layers through which hidden states pass (Outline), with weights
+    shared other than by embedding and head, or with adapters other than LoRA. The build raises it for modules that can't be
+    sharded, and for sequence parallelism.
     """
     model, peft = unwrapped(model)
     hf: Any = model
-    name, config = type(model).__name__, hf.config
-    origin = Origin(config, peft)
-    prefix, stages = hf.base_model_prefix, getattr(config, "base_model_pp_plan", None)
-    base = model.get_submodule(prefix)
-    lists = [key for key in stages or {} if isinstance(getattr(base, key, None), nn.ModuleList)]
-    if stages is None or len(lists) != 1:
-        raise ConfigError(
-            f"{name} is not known to the native decoder, or has adapters, and its config has no base_model_pp_plan with one "
-            "list of layers to wrap it by; write its layers as LayerSpecs"
-        )
-    order = list(stages)
-    after = order[order.index(lists[0]) + 1 :]
-    parameters = {key for key, _ in model.named_parameters(remove_duplicate=False)}
-    if buffers := sorted(set(model.state_dict()) - parameters):
-        raise ConfigError(f"{name} has persistent buffers, which no export would hold: {', '.join(buffers[:5])}")
-    inside = f"{prefix}."
-    plan = TensorPlan.of(model, prefix, lists[0])
-    middle = [
-        LayerSpec(Layer, origin, f"{inside}{lists[0]}.{k}.", plan, layer, k)
-        for k, layer in enumerate(base.get_submodule(lists[0]).children())
-    ]
-    middle.append(LayerSpec(Behind, origin, inside, {key: base.get_submodule(key) for key in after}))
-    entry_args, exit_args = (origin, inside, base, lists[0], after), (origin, model, prefix)
-    entry, exit = Entry(*entry_args, plan), Exit(*exit_args, plan)
-    ties = _ties(entry, [spec.build() for spec in middle], exit, name)
-    if not ties:
-        return [LayerSpec(Entry, *entry_args, plan), *middle, LayerSpec(Exit, *exit_args, plan)]
-    plan = plan.whole_where_tied([(entry.name_in_model(below), exit.name_in_model(above)) for below, above in ties])
-    below, above = zip(*ties, strict=True)
-    return [
-        TiedLayerSpec("embedding", Entry, *entry_args, plan, tied_weight_attr=below),
-        *middle,
-        TiedLayerSpec("embedding", Exit, *exit_args, plan, tied_weight_attr=above),
-    ]
+    outline = Outline.of(model)
+    base, inside = model.get_submodule(outline.base), f"{outline.base}."
+    plan = TensorPlan.of(model, f"{inside}{outline.layers}.")
+
+    def specs(whole: WrappedModel) -> list[LayerSpec]:
+        """Return the specs of all parts."""
+        layers = base.get_submodule(outline.layers).children()
+        return [
+            LayerSpec(Entry, whole, inside, base, outline),
+            *(LayerSpec(Layer, whole, f"{inside}{outline.layers}.{k}.", layer, k) for k, layer in enumerate(layers)),
+            LayerSpec(Behind, whole, inside, {key: base.get_submodule(key) for key in outline.after}),
+            LayerSpec(Exit, whole, model, outline.base),
+        ]
+
+    whole = WrappedModel(hf.config, plan, peft)
+    entry, *parts, exit = (cast(WrappedPart, spec.build()) for spec in specs(whole))
+    ties = _ties(entry, parts, exit, type(model).__name__)
+    names = [(entry.name_in_model(below), exit.name_in_model(above)) for below, above in ties]
+    if any(parameter.is_meta for parameter in model.parameters()):
+        whole = replace(whole, weights=weights, draw=hf._init_weights)
+    first, *middle, last = specs(replace(whole, plan=plan.whole_where_tied(names)))
+    if ties:
+        below, above = zip(*ties, strict=True)
+        first = TiedLayerSpec("embedding", Entry, *first.module_args, tied_weight_attr=below)
+        last = TiedLayerSpec("embedding", Exit, *last.module_args, tied_weight_attr=above)
+    return [first, *middle, last]
 
 
 def _ties(entry: nn.Module, middle: Sequence[nn.Module], exit: nn.Module, name: str) -> list[tuple[str, str]]:

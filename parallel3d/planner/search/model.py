@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from parallel3d.config import read_source
 from parallel3d.errors import ConfigError, nearest
 from parallel3d.models import DecoderConfig, causal_lm_loss, decoder, from_hf
+from parallel3d.models.huggingface.load import find_directory, sizes_of
 from parallel3d.models.user_model import load_subject
 from parallel3d.specs import Layer, LayerSpec
 
@@ -50,8 +51,8 @@ class PlannedModel:
         """Return the model in half blocks. Raises ConfigError if these aren't known."""
         if self.halves is None:
             raise ConfigError(
-                f"how to divide the blocks of {self.name} isn't known, as it is for a Hugging Face directory and for "
-                f"{', '.join(MODELS)}; leave half out, and plan for a function that returns half blocks"
+                f"how to divide the blocks of {self.name} isn't known, as it is for {', '.join(MODELS)} and Hugging Face "
+                "directories of Llama's and GPT-2's kind; leave half out, and plan for a function that returns half blocks"
             )
         return replace(self, layers=self.halves)
 
@@ -61,20 +62,16 @@ def load_model(
 ) -> PlannedModel:
     """Return a model. Raises ConfigError.
 
-    - target: one of MODELS, a Hugging Face directory or its config.json, or script.py:FUNCTION, as for `p3d check`.
+    - target: one of MODELS, or a Hugging Face directory, name or script.py:FUNCTION, as for `p3d check`.
     - seq: tokens of a sample, by default as many as the model takes; a function's samples have a length already.
     - config: configuration of every layout, in addition to DEFAULTS.
     """
     given = {} if config is None else dict(read_source(config)[1])
     if target in MODELS:
-        return _decoder(target, MODELS[target], decoder(MODELS[target]), seq, given)
-    path = Path(target)
-    if path.is_dir() or path.name == "config.json":
-        directory = path if path.is_dir() else path.parent
-        layers = from_hf(directory, weights=False)
-        first = layers[0].module_args[0]
-        assert isinstance(first, DecoderConfig)
-        return _decoder(directory.resolve().name, first, layers, seq, given)
+        return _of_layers(target, decoder(MODELS[target]), seq, given)
+    if (directory := find_directory(target)) is not None:
+        name = (directory if Path(target).exists() else Path(target)).resolve().name
+        return _of_layers(name, from_hf(directory, weights=False), seq, given)
     if ":" not in target:
         raise ConfigError(
             f"unknown model {target!r}.{nearest(target, MODELS)} Give one of {', '.join(MODELS)}, a Hugging Face "
@@ -83,11 +80,10 @@ def load_model(
     return _of_function(target, seq, given)
 
 
-def _decoder(
-    name: str, config: DecoderConfig, layers: Sequence[Layer], seq: int | None, given: Mapping[str, Any]
-) -> PlannedModel:
-    seq = config.max_positions if seq is None else seq
-    most = config.max_positions if config.rope is None else _MOST_TOKENS
+def _of_layers(name: str, layers: Sequence[LayerSpec], seq: int | None, given: Mapping[str, Any]) -> PlannedModel:
+    sizes, config = sizes_of(layers), layers[0].module_args[0]
+    seq = sizes.max_positions if seq is None else seq
+    most = sizes.max_positions if sizes.learned else _MOST_TOKENS
     if not 1 <= seq <= most:
         raise ConfigError(
             f"--seq is {seq}, but {name} has positions for 1 to {most} tokens; give --seq a number of them"
@@ -97,7 +93,7 @@ def _decoder(
         tokens = torch.zeros(count, seq, dtype=torch.int64)
         return tokens, tokens
 
-    halves = decoder(config, units="half")
+    halves = decoder(config, units="half") if isinstance(config, DecoderConfig) else None
     return PlannedModel(name, layers, causal_lm_loss, sample, seq, {**DEFAULTS, **given}, halves)
 
 

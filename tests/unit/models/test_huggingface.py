@@ -38,8 +38,12 @@ def write_config(path: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"architectures": ["PhiForCausalLM"]}, "'PhiForCausalLM' is not known .* give from_hf the model itself"),
-        ({"architectures": None, "model_type": "t5"}, "'t5'"),
+        ({"architectures": ["PhiForCausalLM"]}, "transformers has no causal language model for .*model_type"),
+        ({"architectures": None, "model_type": "t5"}, "transformers has no causal language model for .*T5Config"),
+        (
+            {"architectures": None, "model_type": "phi", "quantization_config": {"bits": 4}},
+            "are quantized, .* in bf16 or fp32",
+        ),
         ({"hidden_act": "geglu"}, "hidden_act = 'geglu'.*'gelu'"),
         ({"attention_chunk": 128}, "'attention_chunk' = 128"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
@@ -202,18 +206,96 @@ def test_a_slice_reads_its_own_numbers_alone(dim: int, ranges: tuple[tuple[int, 
         assert sum(weights.numbers_read.values()) == wanted.numel()
 
 
-def test_a_wrapped_model_needs_a_pipeline_plan_and_weights_shared_by_embedding_and_head_alone():
+def test_a_wrapped_model_shares_weights_of_embedding_and_head_alone():
     model = make_model("phi")
     with pytest.raises(ConfigError, match="dtype can't be given"):
         from_hf(model, dtype=torch.float64)
     model.model.layers[0].mlp.fc1.weight = model.model.layers[1].mlp.fc1.weight
     with pytest.raises(ConfigError, match=r"shares its weight layer\.mlp\.fc1\.weight"):
         from_hf(model)
-    model.config.base_model_pp_plan = None
-    with pytest.raises(ConfigError, match="no base_model_pp_plan"):
-        from_hf(model)
     with pytest.raises(ConfigError, match="Linear has no config"):
         from_hf(nn.Linear(1, 1))
+
+
+class Between(nn.Module):
+    """A layer's place in which a model calls the layer otherwise than a pipeline can."""
+
+    def __init__(self, layer: nn.Module, call: Any):
+        super().__init__()
+        self.layer, self.call = layer, call
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(self.layer, *args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (
+            lambda layer, h, **kwargs: layer(2 * h, **kwargs),
+            r"layer 1 isn't called with the hidden states .* unchanged",
+        ),
+        (lambda layer, h, **kwargs: layer(h.mul_(2), **kwargs), "it changes hidden states in place after a layer"),
+        (
+            lambda layer, h, **kwargs: layer(h, memory=object(), **kwargs),
+            "layer 1 takes memory, a object, which can't be sent",
+        ),
+        (lambda layer, h, **kwargs: h, "layer 1 isn't called"),
+        (
+            lambda layer, h, **kwargs: layer(h, **kwargs)["hidden"],
+            "its code around the layers fails on hidden states alone",
+        ),
+    ],
+)
+def test_a_model_whose_layers_take_more_than_hidden_states_is_refused(call: Any, told: str):
+    """Phi's loop over its layers, with something else at the second one."""
+    model = make_model("phi")
+    base, modules, kind = model.model, nn.ModuleList, type(model.model)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        layers = self.layers
+        self._modules["layers"] = modules([layers[0], Between(layers[1], call)])
+        try:
+            return kind.forward(self, *args, **kwargs)
+        finally:
+            self._modules["layers"] = layers
+
+    base.__class__ = type("Changed", (kind,), {"forward": forward})
+    with pytest.raises(
+        ConfigError, match=f"PhiForCausalLM can't be split into pipeline stages: {told}.*train it without"
+    ):
+        from_hf(model)
+
+
+def test_a_model_with_two_lists_of_layers_is_refused():
+    model = make_model("phi")
+    model.model.more = nn.ModuleList([nn.Identity(), nn.Identity()])
+    with pytest.raises(ConfigError, match=r"has 2 lists of 2 layers: model\.layers, model\.more"):
+        from_hf(model)
+
+
+def test_a_checkpoint_of_another_model_is_told_by_its_tensors(tmp_path):
+    """Read by name, and converted by transformers."""
+    for name, other in (("phi", "gemma"), ("mixtral", "phi")):
+        save_model(tmp_path, other)
+        make_model(name).config.save_pretrained(tmp_path)
+        with pytest.raises(
+            CheckpointError, match=r"don't fit \w+ForCausalLM; \d+ missing: .* \d+ not known to the model: "
+        ):
+            from_hf(tmp_path)
+
+
+def test_a_name_of_the_hub_is_looked_up_in_the_local_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"no directory 'org/tiny', and no model .* hf download org/tiny"):
+        from_hf("org/tiny")
+    with pytest.raises(ConfigError, match="no configuration file"):
+        from_hf("tiny")
+    cache = tmp_path / "models--org--tiny"
+    save_model(cache / "snapshots" / "abc", "gemma")
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("abc")
+    assert len(from_hf("org/tiny")) == 5
 
 
 def test_an_export_is_whole_or_not_there(tmp_path):

@@ -28,16 +28,17 @@ def build(model: nn.Module, context: BuildContext) -> list[nn.Module]:
     return [spec.build(context) for spec in from_hf(model)]
 
 
-MIXTURE = r"Mixtral.* can't be sharded: model\.layers\.0\.mlp\.experts is 'moe_tp_experts' .* tensor_parallel.size to 1"
-OUT_OF_PLAN = r"take 'layers\.\*\.mlp\.experts' and what is inside it out of model\.config\.base_model_tp_plan"
+LATENT = r"DeepseekV2.*\.kv_a_proj_with_mqa is 'mla_kv_a_proj' in its plan, which is not supported"
+OUT_OF_PLAN = (
+    r"take 'layers\.\*\.self_attn\.kv_a_proj_with_mqa' and what is inside it out of model\.config\.base_model_tp_plan"
+)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mixtral", f"{MIXTURE}, or {OUT_OF_PLAN}"),
         ("cohere-norms", r"Cohere.* model\.layers\.0\.self_attn has q_norm that works on what is sharded"),
-        ("deepseek", r"DeepseekV2.*\.kv_a_proj_with_mqa is 'mla_kv_a_proj' in its plan, which is not supported"),
+        ("deepseek", f"{LATENT} here; set tensor_parallel.size to 1, or {OUT_OF_PLAN}"),
         ("gpt-oss", r"GptOss.* nothing in the base_model_tp_plan .* names its layers; set tensor_parallel\.size to 1"),
     ],
 )

@@ -1,0 +1,153 @@
+"""Generation in pipelines, tensor slices and ZeRO, token by token that of transformers on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hf_models import VOCAB, make_model, token_ids
+from torch import Tensor, nn
+
+import parallel3d
+from parallel3d.errors import ConfigError
+from parallel3d.models import from_hf
+from parallel3d.pipe import PipelineModule
+
+BATCH, SEQ, NEW = 3, 6, 7
+# (model, stages, tensor-parallel ranks, whether sequences are shared, ZeRO stage, chunks of a stage) on 4 ranks.
+LAYOUTS = [
+    ("llama", 2, 2, True, 0),
+    ("mistral", 2, 1, False, 3, 2),
+    ("gpt2", 1, 2, False, 1),
+    ("gemma", 2, 2, False, 0),
+    ("gemma2", 2, 1, False, 3),
+    ("phi", 1, 2, False, 3),
+]
+MORE = [(name, *layout) for name, *_ in LAYOUTS for layout in [(4, 1, False, 0), (2, 2, False, 0), (1, 1, False, 3)]]
+SAMPLING = {"do_sample": True, "temperature": 0.7, "top_k": 40, "top_p": 0.9}
+
+
+def make_engine(
+    model: nn.Module, stages: int, tensor_ranks: int = 1, shared: bool = False, zero: int = 0, chunks: int = 1
+) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "zero_optimization": {"stage": zero, "stage3_param_persistence_threshold": 0},
+        "tensor_parallel": {"size": tensor_ranks, "sequence_parallel": shared},
+        "pipeline": {"schedule": "gpipe", "num_chunks": chunks, "placement": "loop" if chunks == 1 else "v"},
+    }
+    module = PipelineModule(from_hf(model), stages, partition_method="uniform", config=config)
+    return parallel3d.initialize(model=module, config=config)[0]
+
+
+def requests(replica: int, ends: list[int], of: Callable[..., Tensor]) -> list[Tensor]:
+    """Generate by `of` from whole and padded prompts, which end early or not; each replica has its own prompts."""
+    ids = token_ids(BATCH, SEQ, seed=replica)
+    mask = torch.ones_like(ids)
+    mask[0, : 2 + replica] = mask[1, :1] = 0
+    return [
+        of(ids, attention_mask=mask, max_new_tokens=NEW, eos_token_id=ends, pad_token_id=0),
+        of(ids, max_new_tokens=NEW),
+        of(ids, max_new_tokens=NEW, seed=11, **SAMPLING),
+    ]
+
+
+def by_transformers(model: Any, ids: Tensor, seed: int = 0, **options: Any) -> Tensor:
+    torch.manual_seed(seed)
+    model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
+    options.setdefault("attention_mask", torch.ones_like(ids))
+    return model.generate(ids, **({"do_sample": False} | options))
+
+
+def ends_of(model: nn.Module) -> list[int]:
+    """Return tokens after which all prompts of replica 0 end early: what its rows say third, fourth and fifth."""
+    greedy = requests(0, [VOCAB + 1], partial(by_transformers, model))[0]
+    return [int(greedy[row, SEQ + 2 + row]) for row in range(BATCH)]
+
+
+def note_length(lengths: list[int], _: nn.Module, args: tuple[dict[str, Tensor]]) -> None:
+    lengths.append(args[0]["input_ids"].shape[1])
+
+
+def generate_all(
+    layouts: list[tuple[Any, ...]], ends: dict[str, list[int]]
+) -> list[tuple[int, list[Tensor], list[int]]]:
+    """Return, of each layout, the replica, what it has generated, and the numbers of tokens that its first layer was given."""
+    results = []
+    for name, *layout in layouts:
+        engine = make_engine(make_model(name), *layout)
+        lengths: list[int] = []
+        if engine.is_first_stage():
+            engine.module.layers["0"].register_forward_pre_hook(partial(note_length, lengths))
+        replica = engine.get_data_parallel_rank()
+        engine.train()
+        results.append((replica, requests(replica, ends[name], engine.generate), lengths))
+        assert all(module.training for module in engine.module.modules())
+        assert all(getattr(layer, "_past", None) is None for layer in engine.module.layers.values())
+    return results
+
+
+def test_every_layout_says_what_transformers_says(run_ranks, full: bool):
+    layouts = LAYOUTS + (MORE if full else [])
+    models = {name: make_model(name) for name in {name for name, *_ in layouts}}
+    ends = {name: ends_of(model) for name, model in models.items()}
+    ranks = run_ranks(4, generate_all, layouts, ends, timeout=500)
+    for k, layout in enumerate(layouts):
+        reference = partial(by_transformers, models[layout[0]])
+        for replica, found, lengths in (rank[k] for rank in ranks):
+            wanted = requests(replica, ends[layout[0]], reference)
+            for own, theirs in zip(found, wanted, strict=True):
+                assert torch.equal(own, theirs), (layout, own, theirs)
+            assert replica or wanted[0].shape[1] < SEQ + NEW
+            if lengths:  # each prompt once, and then one token a step
+                assert lengths.count(SEQ) == 3
+                assert set(lengths) == {SEQ, 1}
+
+
+def refusals() -> tuple[list[str], Tensor]:
+    """Return the errors of bad requests on one of 2 stages; also what a model that is no pipeline generates."""
+    ids, engine = token_ids(2, 4), make_engine(make_model("gpt2"), 2)
+    rank = engine.global_rank
+    cases: list[dict[str, Any]] = [
+        {"input_ids": ids[0]},
+        {"max_new_tokens": 61},
+        {"max_new_tokens": 0},
+        {"eos_token_id": 3},
+        {"temperature": 0.0},
+        {"attention_mask": torch.tensor([[1, 1, 1, 0]] * 2)},
+        {"seed": rank},
+        {"num_beam": 2},
+    ]
+    told = []
+    for case in cases:
+        with pytest.raises(ConfigError) as error:
+            engine.generate(**{"input_ids": ids, "max_new_tokens": 2} | case)
+        told.append(str(error.value))
+    module = PipelineModule([nn.Embedding(9, 9), nn.Linear(9, 9)], num_stages=2)
+    config = {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"size": 1}}
+    with pytest.raises(ConfigError) as error:
+        parallel3d.initialize(model=module, config=config)[0].generate(ids, max_new_tokens=2)
+    whole = parallel3d.initialize(model=make_model("gpt2"), config=config)[0]
+    mask = torch.ones_like(ids)
+    return [*told, str(error.value)], whole.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
+
+
+def test_bad_requests_are_refused_on_all_ranks_with_the_remedy(run_ranks):
+    wanted = [
+        "input_ids are torch.int64 [4]; give integers [batch, seq]",
+        "4 tokens of a prompt and 61 new ones exceed the model's 64 positions; set max_new_tokens to 60 or less",
+        "max_new_tokens is 0; give 1 or more",
+        "2 prompts may end at different places; give pad_token_id=3, or another",
+        "temperature=0.0, top_k=None, top_p=1.0: give a temperature above 0",
+        "attention_mask [2, 4] of input_ids [2, 4]: give one of the same shape whose last column is 1",
+        "the ranks were told to generate different things; give all stages",
+        "generate has no 'num_beam'.",
+        "keeps no keys and values; generate by layers of models.from_hf or decoder",
+    ]
+    ids = token_ids(2, 4)
+    for told, generated in run_ranks(2, refusals):
+        assert [text for text, part in zip(told, wanted, strict=True) if part not in text] == []
+        assert torch.equal(generated, by_transformers(make_model("gpt2"), ids, max_new_tokens=3))

@@ -1,0 +1,50 @@
+"""examples/finetune_hf.py, from a directory of text files to what from_pretrained loads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import load_model
+
+ROOT = Path(__file__).parents[2]
+STEPS = 30
+
+
+def loss_of(model: Any, tokenizer: Any, text: str) -> float:
+    ids = torch.tensor([tokenizer(text)["input_ids"][:100]])
+    with torch.no_grad():
+        return float(model(input_ids=ids, labels=ids).loss)
+
+
+@pytest.mark.parametrize("kind", ["all weights", pytest.param("adapters", marks=pytest.mark.every_second)])
+def test_a_model_is_fine_tuned_and_loads(tmp_path: Path, kind: str, full: bool):
+    from transformers import AutoTokenizer
+
+    text, out, layout = "one two three four five six seven. " * 40, tmp_path / "out", "pp2,dp2" if full else "pp2"
+    (tmp_path / "text").mkdir()
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / "text" / name).write_text(text)
+    own = ["--text", tmp_path / "text", "--out", out, "--layout", layout, "--steps", STEPS, "--seq", 32, "--batch", 4]
+    lora = ["--lora", 4] if kind == "adapters" else []
+    command = ["-m", "parallel3d.launcher", "--num_procs", layout, ROOT / "examples" / "finetune_hf.py", *own, *lora]
+    run = subprocess.run(
+        [sys.executable, *map(str, command)], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+    assert "a sample:" in run.stdout
+    base = load_model(tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    before = loss_of(base, tokenizer, text)
+    if kind == "adapters":
+        from peft import PeftModel
+
+        tuned: Any = PeftModel.from_pretrained(base, out)
+    else:
+        tuned = load_model(out)
+    after = loss_of(tuned, tokenizer, text)
+    assert after < (before - 0.1 if kind == "adapters" else before / 2)
