@@ -124,7 +124,8 @@ class PipelineTrainer(_Trainer):
         self._micro_batches.append(self._prepare_inputs(inputs))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        batch, self._micro_batches = self._micro_batches, []
+        # Not those before the step's: a stream of data has ended within a step that the Trainer doesn't count.
+        batch, self._micro_batches = self._micro_batches[-self.current_gradient_accumulation_steps :], []
         loss: Tensor = self.deepspeed.train_batch(iter(batch))
         return loss
 

@@ -14,10 +14,11 @@ from trainer_runs import samples
 def train(model: Path) -> dict[str, Any]:
     """Train for two steps of two micro-batches a rank; return the mean losses, norms, rates and sums of the weights."""
     import torch
-    from accelerate import Accelerator
+    from accelerate import Accelerator, PartialState
     from torch.utils.data import DataLoader
     from transformers import AutoModelForCausalLM
 
+    PartialState(cpu=True, backend="gloo")  # with DeepSpeed, an Accelerator looks for GPUs alone
     accelerator = Accelerator(gradient_accumulation_steps=2)
     own = AutoModelForCausalLM.from_pretrained(model)
     optimizer = torch.optim.AdamW(own.parameters(), lr=1e-2)

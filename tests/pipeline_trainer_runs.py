@@ -43,7 +43,7 @@ def train(model: Path, out: Path, config: dict[str, Any] | None, replicas: int, 
 
     - config: for `TrainingArguments(deepspeed=)`; None for a plain Trainer, or for what `accelerate launch` has set.
     - options: resumes (False): go on from the directory's checkpoint. again (False): train a second time. adapts (False):
-      train adapters. arguments: more of TrainingArguments, which are refused: what is returned is the error.
+      train adapters. arguments: more of TrainingArguments; if they are refused, the error is returned.
     """
     import transformers
 

@@ -117,7 +117,7 @@ def launch_job(directory: Path, module: str, deepspeed: dict[str, Any], configs:
     script = str(Path(__file__).parent / f"{module}.py")
     arguments = str(directory / "model"), str(directory), json.dumps(configs)
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(directory / "accelerate.json")]
-    subprocess.run([*launcher, script, *arguments], env=environment, check=True, timeout=400)
+    subprocess.run([*launcher, script, *arguments], env=environment, check=True, timeout=600)
     found: dict[str, Any] = json.loads((directory / "found.json").read_text())
     return found
 

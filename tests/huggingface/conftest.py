@@ -9,8 +9,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out trainings on four ranks, which are long, unless --full asks for them."""
-    long = [item for item in items if "found_on_four" in getattr(item, "fixturenames", ())]
+    """Leave out what takes long to start, unless --full asks for it."""
+    slow = {"found_on_four", "found_by_accelerate"}
+    long = [item for item in items if not slow.isdisjoint(getattr(item, "fixturenames", ()))]
     if long and not config.getoption("full"):
         config.hook.pytest_deselected(items=long)
         items[:] = [item for item in items if item not in long]

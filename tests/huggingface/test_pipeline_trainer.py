@@ -25,11 +25,13 @@ REFUSING: dict[str, Case] = {"refused": case(1, 1, {"stage": 1}, arguments=REFUS
 ON_TWO: dict[str, Case] = {
     "pp2": case(2, 1, {"stage": 1}),  # its configuration is in a file
     "dp2": case(1, 1, {"stage": 2}, 2, again=True),
-    "pp2, resumed in tp2": case(1, 2, {"stage": 0}, resumes=True, again=True),
+    "pp2, resumed in tp2": case(
+        1, 2, {"stage": 0}, resumes=True, again=True, arguments={"gradient_checkpointing": True}
+    ),
 }
 ON_FOUR: dict[str, Case] = {
     "pp2dp2": case(2, 1, {"stage": 2, "offload_optimizer": CPU}, 2),
-    "pp2dp2, resumed in pp2tp2": case(2, 2, {"stage": 0}, resumes=True),
+    "pp2dp2, resumed in pp2tp2": case(2, 2, {"stage": 0}, resumes=True, arguments={"gradient_checkpointing": True}),
     "pp2dp2, resumed in pp2dp2 with zero3": case(2, 1, {"stage": 3}, 2, resumes=True, again=True),
     "adapters in pp2tp2": case(2, 2, {"stage": 1}, adapts=True),
     "adapters in pp2dp2 with zero3": case(2, 1, {"stage": 3}, 2, adapts=True),

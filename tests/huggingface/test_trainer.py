@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from trainer_runs import NOT_RESUMED, SAVED, STEPS, configuration, run_job
+from trainer_runs import NOT_RESUMED, SAVED, STEPS, configuration, launch_job, run_job
 
 CPU = {"device": "cpu"}
 OPTIMIZER = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
@@ -88,3 +88,21 @@ def test_a_resumed_training_ends_as_one_without_a_break(found: tuple[Path, dict[
     assert own["loss"][SAVED:] == pytest.approx(whole["loss"][SAVED:], rel=1e-5)
     assert own["eval"] == pytest.approx(whole["eval"], rel=1e-5)
     assert own["best"] == pytest.approx(whole["best"], rel=1e-5)
+
+
+@pytest.fixture
+def found_by_accelerate(tmp_path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a loop of accelerate's found with DDP, and launched with a DeepSpeed configuration in a file."""
+    config = configuration({"stage": 2}, gradient_accumulation_steps=2, gradient_clipping=1.0)
+    for name in ("ddp", "launched"):
+        (tmp_path / name).mkdir()
+    wanted = run_job(tmp_path / "ddp", "accelerate_runs", {})
+    return wanted, launch_job(tmp_path / "launched", "accelerate_runs", config, {})
+
+
+def test_a_loop_of_accelerate_is_that_of_ddp(found_by_accelerate: tuple[dict[str, Any], dict[str, Any]]):
+    wanted, own = found_by_accelerate
+    assert (wanted.pop("type"), own.pop("type")) == ("MULTI_CPU", "DEEPSPEED")
+    assert len(wanted["norm"]) == 2
+    for key, values in wanted.items():
+        assert own[key] == pytest.approx(values, rel=1e-5), key
