@@ -228,8 +228,11 @@ class Bomb:
         return torch.load, ("/dev/null",)
 
 
-def test_metadata_that_names_anything_else_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_damaged_files_of_dcp_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     dcp.save({"model": {"a": torch.ones(2)}}, checkpoint_id=tmp_path / "bad", no_dist=True)
+    (tmp_path / "bad" / "__0_0.distcp").unlink()
+    assert main(["ckpt", "import", str(tmp_path / "bad"), str(tmp_path / "ours")]) == 2
+    assert "__0_0.distcp" in capsys.readouterr().err
     (tmp_path / "bad" / ".metadata").write_bytes(pickle.dumps(Bomb()))
     assert main(["ckpt", "import", str(tmp_path / "bad"), str(tmp_path / "ours")]) == 2
     assert "it names torch.serialization.load" in capsys.readouterr().err
