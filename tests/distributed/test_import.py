@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 
 import parallel3d
 from parallel3d.checkpoint import Reader
@@ -221,6 +222,32 @@ def test_dcp_is_read_by_torch_and_comes_back(trained: Path, tmp_path: Path):
                 name
             )
         assert found.manifest.state["counters"]["global_steps"] == 2
+
+
+def save_sharded(directory: str) -> dict[str, Any]:
+    """Train a step with FSDP, save its shards, and return the whole state."""
+    from torch.distributed.fsdp import fully_shard  # it takes a second to import
+
+    torch.manual_seed(0)
+    model = models.Halves()
+    fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(*models.samples(0, torch.distributed.get_rank(), torch.float32)).backward()
+    optimizer.step()
+    dcp.save(flattened(model, optimizer), checkpoint_id=directory)
+    options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
+    weights, state = get_state_dict(model, optimizer, options=options)
+    return {**{f"model/{k}": v for k, v in weights.items()}, **state}
+
+
+def test_shards_of_fsdp_are_joined(rank_pool: Any, tmp_path: Path):
+    wanted = rank_pool.run(2, save_sharded, str(tmp_path / "shards"))[0]
+    assert main(["ckpt", "import", str(tmp_path / "shards"), str(tmp_path / "ours")]) == 0
+    found = Reader(tmp_path / "ours" / "shards")
+    for name in found.tensors:
+        _, key, parameter = name.split("/") if name.startswith("optimizer") else ("", "", "")
+        assert torch.equal(found.read(name), wanted[f"state.{parameter}.{key}" if key else name]), name
+    assert len(found.tensors) == 4 * 6
 
 
 class Bomb:
