@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def export_dcp(checkpoint: Path, directory: Path) -> None:
     """Write the weights and the optimizer's state of a checkpoint. Raises CheckpointError, and has then written nothing."""
     if problem := check_empty(directory):
         raise CheckpointError(problem)
-    from torch.distributed.checkpoint import save  # it takes a second to import
+    from torch.distributed.checkpoint import CheckpointException, save  # they take a second to import
 
     reader = Reader(checkpoint)
     TrainingState.check(reader.manifest, checkpoint)
@@ -67,7 +68,8 @@ def export_dcp(checkpoint: Path, directory: Path) -> None:
         optimizer |= {f"param_groups.{name}.{key}": value for name in group["names"] for key, value in settings.items()}
     try:
         save({"model": model, "optimizer": optimizer}, checkpoint_id=directory, no_dist=True)
-    except OSError as error:
+    except (OSError, CheckpointException) as error:
+        shutil.rmtree(directory, ignore_errors=True)
         raise CheckpointError(f"{directory} can't be written: {error}; free space, or write elsewhere") from error
 
 
@@ -87,7 +89,7 @@ def read_dcp(directory: Path, weights_only: bool = False) -> WholeCheckpoint:
     Names are as in export_dcp; weights may also be without "model.", as torchtitan saves them. weights_only: leave out the
     optimizer's state. Raises CheckpointError.
     """
-    from torch.distributed.checkpoint import FileSystemReader, load
+    from torch.distributed.checkpoint import CheckpointException, FileSystemReader, load
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     try:
@@ -101,7 +103,7 @@ def read_dcp(directory: Path, weights_only: bool = False) -> WholeCheckpoint:
             if isinstance(entry, TensorStorageMetadata)
         }
         load(found, storage_reader=reader, no_dist=True)
-    except Exception as error:  # torch wraps what its threads raise, each version in its own way
+    except (Exception, CheckpointException) as error:  # torch's own is no Exception
         raise CheckpointError(f"{directory} can't be read as torch.distributed.checkpoint's: {error}") from error
     prefix = "model." if any(name.startswith("model.") for name in found) else ""
     tensors = {}

@@ -270,7 +270,8 @@ def _replicated(
     inner = optimizer.get("optimizer_state_dict", optimizer)
     states = [[inner["state"].get(k, {}) for k in group["params"]] for group in inner["param_groups"]]
     masters = optimizer.get("fp32_groups_flat") or [_flat(group) for group in optimizer.get("fp32_groups", [])]
-    candidates = {name: weight for name, weight in weights.items() if name not in (*named, *first["buffer_names"])}
+    known = named.union(first["buffer_names"])
+    candidates = {name: weight for name, weight in weights.items() if name not in known}
     shapes = _in_order(candidates, states, masters, copies)
     named.update(name for own in shapes for name in own)
     tensors: dict[str, Tensor] = {}

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 
 import parallel3d
 from parallel3d.checkpoint import Reader
@@ -223,13 +224,42 @@ def test_dcp_is_read_by_torch_and_comes_back(trained: Path, tmp_path: Path):
         assert found.manifest.state["counters"]["global_steps"] == 2
 
 
+def save_sharded(directory: str) -> dict[str, Any]:
+    """Train a step with FSDP, save its shards, and return the whole state."""
+    from torch.distributed.fsdp import fully_shard  # it takes a second to import
+
+    torch.manual_seed(0)
+    model = models.Halves()
+    fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(*models.samples(0, torch.distributed.get_rank(), torch.float32)).backward()
+    optimizer.step()
+    dcp.save(flattened(model, optimizer), checkpoint_id=directory)
+    options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
+    weights, state = get_state_dict(model, optimizer, options=options)
+    return {**{f"model/{k}": v for k, v in weights.items()}, **state}
+
+
+def test_shards_of_fsdp_are_joined(rank_pool: Any, tmp_path: Path):
+    wanted = rank_pool.run(2, save_sharded, str(tmp_path / "shards"))[0]
+    assert main(["ckpt", "import", str(tmp_path / "shards"), str(tmp_path / "ours")]) == 0
+    found = Reader(tmp_path / "ours" / "shards")
+    for name in found.tensors:
+        _, key, parameter = name.split("/") if name.startswith("optimizer") else ("", "", "")
+        assert torch.equal(found.read(name), wanted[f"state.{parameter}.{key}" if key else name]), name
+    assert len(found.tensors) == 4 * 6
+
+
 class Bomb:
     def __reduce__(self) -> tuple[Any, ...]:
         return torch.load, ("/dev/null",)
 
 
-def test_metadata_that_names_anything_else_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_damaged_files_of_dcp_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     dcp.save({"model": {"a": torch.ones(2)}}, checkpoint_id=tmp_path / "bad", no_dist=True)
+    (tmp_path / "bad" / "__0_0.distcp").unlink()
+    assert main(["ckpt", "import", str(tmp_path / "bad"), str(tmp_path / "ours")]) == 2
+    assert "__0_0.distcp" in capsys.readouterr().err
     (tmp_path / "bad" / ".metadata").write_bytes(pickle.dumps(Bomb()))
     assert main(["ckpt", "import", str(tmp_path / "bad"), str(tmp_path / "ours")]) == 2
     assert "it names torch.serialization.load" in capsys.readouterr().err

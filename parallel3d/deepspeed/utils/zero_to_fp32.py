@@ -40,7 +40,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
     path = place / tag
     tensors: dict[str, Tensor] = {}
     if is_deepspeed(path):
-        whole = read_deepspeed(path, weights_only=True)
+        # With ZeRO, masters are read without the moments; without it, those tell whose the masters are.
+        whole = read_deepspeed(path, weights_only=any(path.glob("*_optim_states.pt")))
         names, groups, copies, read = list(whole.tensors), whole.groups, whole.copies, whole.tensors.__getitem__
         kept = whole.buffers
     else:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from parallel3d.checkpoint.deepspeed import read_deepspeed
+from parallel3d.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from parallel3d.errors import CheckpointError
 
 SAVED = Path(__file__).parents[2] / "data" / "deepspeed-0.19.8"
@@ -59,6 +60,14 @@ def test_weights_masters_and_moments_are_read_bitwise(name: str):
     assert whole.counters["global_steps"] == 2
     assert whole.lr_scheduler == {"last_batch_iteration": 1}
     assert whole.client_state == {"epoch": 3}
+
+
+@pytest.mark.parametrize("name", ["zero0-bf16", "zero3-bf16", "pipe-zero1-bf16", "tp2-zero1-bf16"])
+def test_fp32_weights_are_the_masters(name: str):
+    wanted = {key.removeprefix("master/"): value for key, value in expected(name).items() if key.startswith("master/")}
+    found = get_fp32_state_dict_from_zero_checkpoint(SAVED / name, exclude_frozen_parameters=True)
+    assert found.keys() - {"tied.weight", "scale", "layers.5.scale"} == wanted.keys()
+    assert all(torch.equal(found[key], value) for key, value in wanted.items())
 
 
 def copied(name: str, path: Path) -> Path:
