@@ -36,7 +36,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma": ("GemmaConfig", {**_GQA, "head_dim": 8}),
     "gemma2": ("Gemma2Config", {**_GQA, "head_dim": 8, "sliding_window": 5, "final_logit_softcapping": 2.0}),
-    "gemma-one-kv-head": ("GemmaConfig", {**_SIZES, "num_key_value_heads": 1, "head_dim": 8}),
+    "gemma2-one-kv-head": ("Gemma2Config", {**_SIZES, "num_key_value_heads": 1, "head_dim": 8}),
     "phi": ("PhiConfig", {**_SIZES}),
     "phi-norms": ("PhiConfig", {**_GQA, "qk_layernorm": True, "resid_pdrop": 0.0}),
     "phi3": ("Phi3Config", {**_GQA, "pad_token_id": 0}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -56,14 +57,23 @@ def labels_of(batch: dict[str, Tensor]) -> Tensor:
     return batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
 
 
+def gemma_norm(module: Any, x: Tensor) -> Tensor:
+    return F.rms_norm(x, module.weight.shape, None, module.eps) * (1 + module.weight)
+
+
 def in_double(model: nn.Module) -> nn.Module:
-    """The reference in float64, its norms too, which transformers computes in fp32 whatever the model's dtype."""
+    """The reference in float64, its norms and scales too, which transformers has in fp32 whatever the model's dtype."""
     for path, module in list(model.named_modules()):
-        if type(module).__name__ in ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm"):
+        if type(module).__name__ in ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"):
             norm = nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon)
             norm.weight = module.weight
             model.set_submodule(path, norm)
-    return model.to(DTYPE)
+        elif type(module).__name__ == "GemmaRMSNorm":
+            module.forward = partial(gemma_norm, module)
+    model.to(DTYPE)
+    if hasattr(model.get_input_embeddings(), "embed_scale"):
+        model.get_input_embeddings().embed_scale.fill_(model.config.hidden_size**0.5)
+    return model
 
 
 Result = tuple[Tensor | None, list[tuple[float, float]]]
@@ -149,6 +159,8 @@ COVER = {
     "llama": [(1, 1, False), (2, 2, True), (1, 4, True)],
     "mistral": [(1, 1, False), (2, 2, False)],
     "qwen2": [(1, 1, False), (2, 1, False), (2, 2, False)],
+    "qwen3-odd": [(2, 2, True)],
+    "gemma": [(1, 4, True)],
     "gpt2": [(1, 1, False), (2, 2, True)],
 }
 
@@ -195,15 +207,15 @@ def test_a_stage_may_end_between_attention_and_feed_forward(run_ranks, tmp_path)
 @pytest.mark.parametrize(
     ("name", "stages", "tensor_ranks", "words"),
     [
-        ("gemma", 2, 1, {}),
+        ("gemma2", 2, 1, {}),
         ("phi", 2, 1, {}),
-        ("gemma", 2, 2, {}),
-        ("gemma-one-kv-head", 2, 2, {}),
-        ("gemma-one-kv-head", 1, 3, {"model.embed_tokens": "replicate"}),
+        ("gemma2", 2, 2, {}),
+        ("gemma2-one-kv-head", 2, 2, {}),
+        ("gemma2-one-kv-head", 1, 3, {"model.embed_tokens": "replicate"}),
         ("phi", 2, 2, {"lm_head": "colwise"}),
         ("phi-norms", 1, 4, {}),
         ("phi3", 2, 2, {}),
-        ("qwen3-odd", 1, 2, {}),
+        ("gemma3", 1, 2, {}),
         ("neox", 1, 3, {}),
     ],
 )
@@ -232,7 +244,7 @@ def count_layer(name: str) -> list[dict[Any, int]]:
     return [forward.counts, backward.counts]
 
 
-@pytest.mark.parametrize("name", ["gemma-one-kv-head", "phi"])
+@pytest.mark.parametrize("name", ["gemma2-one-kv-head", "phi"])
 def test_a_wrapped_layer_communicates_as_in_the_paper(run_ranks, name: str):
     """Two all-reduces forward and two backward (arXiv:1909.08053), whatever the number of its projections."""
     twice = {("allreduce_", BATCH * SEQ * 32 * 4): 2}
