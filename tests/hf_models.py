@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -36,7 +38,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma": ("GemmaConfig", {**_GQA, "head_dim": 8}),
     "gemma2": ("Gemma2Config", {**_GQA, "head_dim": 8, "sliding_window": 5, "final_logit_softcapping": 2.0}),
-    "gemma-one-kv-head": ("GemmaConfig", {**_SIZES, "num_key_value_heads": 1, "head_dim": 8}),
+    "gemma2-one-kv-head": ("Gemma2Config", {**_SIZES, "num_key_value_heads": 1, "head_dim": 8}),
     "phi": ("PhiConfig", {**_SIZES}),
     "phi-norms": ("PhiConfig", {**_GQA, "qk_layernorm": True, "resid_pdrop": 0.0}),
     "phi3": ("Phi3Config", {**_GQA, "pad_token_id": 0}),
@@ -104,11 +106,20 @@ def token_ids(batch: int, seq: int, seed: int = 0) -> Tensor:
     return torch.randint(VOCAB, (batch, seq), generator=torch.Generator().manual_seed(seed))
 
 
+def gemma_norm(module: Any, x: Tensor) -> Tensor:
+    return F.rms_norm(x, module.weight.shape, None, module.eps) * (1 + module.weight)
+
+
 def in_double(model: nn.Module) -> nn.Module:
-    """The reference in float64, its norms too, which transformers computes in fp32 whatever the model's dtype."""
+    """The reference in float64, its norms and scales too, which transformers has in fp32 whatever the model's dtype."""
     for path, module in list(model.named_modules()):
-        if type(module).__name__ in ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm"):
+        if type(module).__name__ in ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"):
             norm = nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon)
             norm.weight = module.weight
             model.set_submodule(path, norm)
-    return model.to(torch.float64)
+        elif type(module).__name__ == "GemmaRMSNorm":
+            module.forward = partial(gemma_norm, module)
+    model.to(torch.float64)
+    if hasattr(model.get_input_embeddings(), "embed_scale"):
+        model.get_input_embeddings().embed_scale.fill_(model.config.hidden_size**0.5)
+    return model

@@ -21,6 +21,7 @@ from parallel3d.models.tables import combined
 from parallel3d.rng import own_stream
 from parallel3d.tensor_parallel.dropout import SlicedDropout
 from parallel3d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, column_outputs
+from parallel3d.tensor_parallel.regions import sum_gradients_over
 from parallel3d.tensor_parallel.slicing import AttentionHeads
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -32,11 +33,13 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class _Mixing(nn.Module):
-    """Operators between the linears of attention: rotary positions, if there are any, and the attention itself."""
+    """Operators between the linears of attention: norms of heads and rotary positions, if any, and the attention itself."""
 
-    def __init__(self, head_dim: int):
+    def __init__(self, config: DecoderConfig):
         super().__init__()
-        self._head_dim = head_dim
+        self._head_dim = config.dim_of_head
+        norms = (make_norm(config, self._head_dim) if config.head_norms else nn.Identity() for _ in range(2))
+        self.query_norm, self.key_norm = norms
 
     def forward(
         self,
@@ -52,6 +55,7 @@ class _Mixing(nn.Module):
         """
         # [batch, seq, heads, head_dim]
         query, key, value = (y.unflatten(-1, (-1, self._head_dim)) for y in projected)
+        query, key = self.query_norm(query), self.key_norm(key)
         if rotation is not None:
             query, key = rotate(query, key, *rotation)
         mask = combined(causal, attention_mask)
@@ -129,7 +133,9 @@ class Attention(_Residual):
         self.attention_out = RowParallelLinear(
             heads.query.size, hidden, config.attention_out_bias, segments=[heads.query], **options
         )
-        self.mixing = _Mixing(config.dim_of_head)
+        self.mixing = _Mixing(config)
+        if sharding.group.size > 1:
+            sum_gradients_over(self.mixing.parameters(), sharding.group)  # each rank has the gradients of its heads
         # Of probabilities [batch, a rank's heads, query, key].
         whole_heads = [replace(heads, head_dim=1).query]
         self.attention_dropout = SlicedDropout(

@@ -59,7 +59,9 @@ class DecoderConfig:
     """Decoder-only transformer with pre-normalization: token ids [batch, seq] -> logits.
 
     - num_kv_heads: by default num_heads; with fewer, queries are grouped. head_dim: by default hidden_size / num_heads.
-    - norm: "rms" (arXiv:1910.07467) or "layer".
+    - norm: "rms" (arXiv:1910.07467), "rms_plus_one", which multiplies by 1 + weight in fp32 as Gemma's does, or "layer".
+    - head_norms: the query and the key of each head are normalized, before the rotary positions, as in Qwen3.
+    - embedding_scale: factor of the embeddings, rounded to their dtype.
     - gated: down(act(gate(x)) * up(x)) (arXiv:2002.05202), else down(act(up(x))).
     - rope: None for max_positions learned positions.
     - windows: for each layer, the number of positions, its own included, to which a position attends, or None for all;
@@ -79,7 +81,9 @@ class DecoderConfig:
     num_kv_heads: int | None = None
     head_dim: int | None = None
     max_positions: int = 2048
-    norm: Literal["rms", "layer"] = "rms"
+    norm: Literal["rms", "rms_plus_one", "layer"] = "rms"
+    head_norms: bool = False
+    embedding_scale: float = 1.0
     norm_eps: float = 1e-5
     activation: Activation = "silu"
     gated: bool = True

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel3d.autograd.split_backward import has_hooks
@@ -136,23 +138,34 @@ class DecoderLayer(nn.Module, ABC):
 
     @torch.no_grad()
     def _draw(self) -> None:
-        """Draw new weights: matrices normal with init_std, biases zero, weights of norms one."""
+        """Draw new weights: matrices normal with init_std, biases zero, factors of norms one."""
         config = self.config
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 parameter.zero_()
             elif "norm" in name:
-                parameter.fill_(1.0)
+                parameter.fill_(0.0 if config.norm == "rms_plus_one" else 1.0)
             else:
                 into_stream = config.depth_scaled_init and name.startswith(("attention_out", "down"))
                 std = config.init_std / math.sqrt(2 * config.num_layers) if into_stream else config.init_std
                 fill_whole(parameter, partial(torch.Tensor.normal_, std=std))
 
 
-def make_norm(config: DecoderConfig) -> nn.Module:
-    """Return a norm of hidden states."""
-    make = nn.RMSNorm if config.norm == "rms" else nn.LayerNorm
-    return make(config.hidden_size, eps=config.norm_eps)
+class PlusOneNorm(nn.RMSNorm):
+    """RMSNorm with the factors 1 + weight, computed in fp32 or the input's wider dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., n] -> x / sqrt(mean(x^2) + eps) * (1 + weight)."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(wide), self.normalized_shape, 1 + self.weight.to(wide), self.eps).to(x.dtype)
+
+
+_NORMS: dict[str, Callable[..., nn.Module]] = {"rms": nn.RMSNorm, "rms_plus_one": PlusOneNorm, "layer": nn.LayerNorm}
+
+
+def make_norm(config: DecoderConfig, size: int | None = None) -> nn.Module:
+    """Return a norm of hidden states, or of vectors of another size."""
+    return _NORMS[config.norm](size or config.hidden_size, eps=config.norm_eps)
 
 
 def normalized(norm: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,6 +203,8 @@ class TokenEmbedding(DecoderLayer):
                 f"not {inputs!r}"
             )
         hidden = self.tokens(ids)
+        if self.config.embedding_scale != 1:
+            hidden = hidden * hidden.new_full((), self.config.embedding_scale)
         if self.positions is not None:
             if ids.shape[1] > self.config.max_positions:
                 raise DataError(f"{ids.shape[1]} tokens in a row, but max_positions is {self.config.max_positions}")

@@ -33,8 +33,8 @@ CONFIG: dict[str, Any] = {
 
 def train(source: str, directory: str, files: str) -> Tensor | None:
     """Three checkpoints, the last without a step after the second; the logits of the last slice."""
-    config = {**CONFIG, "bf16": {"enabled": source != "gemma"}}
-    layers = from_hf(make_model("gemma") if source == "gemma" else source)
+    config = {**CONFIG, "bf16": {"enabled": source != "gemma2"}}
+    layers = from_hf(make_model("gemma2") if source == "gemma2" else source)
     module = PipelineModule(layers, loss_fn=causal_lm_loss, partition_method="uniform", config=config)
     engine, *_ = parallel3d.initialize(model=module, config=config)
     for step in range(2):
@@ -158,7 +158,7 @@ def test_diff_names_what_differs(trained: Trained, tmp_path: Path, capsys: pytes
 def test_an_architecture_with_its_own_layers_is_exported(
     rank_pool: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    logits = rank_pool.run(4, train, "gemma", str(tmp_path / "saved"), str(tmp_path / "files"))[-1]
+    logits = rank_pool.run(4, train, "gemma2", str(tmp_path / "saved"), str(tmp_path / "files"))[-1]
     code, out, err = run(capsys, "export", tmp_path / "saved", tmp_path / "hf")
     assert code == 0, out + err
     with torch.no_grad():

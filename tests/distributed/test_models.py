@@ -139,6 +139,8 @@ COVER = {
     "llama": [(1, 1, False), (2, 2, True), (1, 4, True)],
     "mistral": [(1, 1, False), (2, 2, False)],
     "qwen2": [(1, 1, False), (2, 1, False), (2, 2, False)],
+    "qwen3-odd": [(2, 2, True)],
+    "gemma": [(1, 4, True)],
     "gpt2": [(1, 1, False), (2, 2, True)],
 }
 
@@ -185,15 +187,15 @@ def test_a_stage_may_end_between_attention_and_feed_forward(run_ranks, tmp_path)
 @pytest.mark.parametrize(
     ("name", "stages", "tensor_ranks", "words"),
     [
-        ("gemma", 2, 1, {}),
+        ("gemma2", 2, 1, {}),
         ("phi", 2, 1, {}),
-        ("gemma", 2, 2, {}),
-        ("gemma-one-kv-head", 2, 2, {}),
-        ("gemma-one-kv-head", 1, 3, {"model.embed_tokens": "replicate"}),
+        ("gemma2", 2, 2, {}),
+        ("gemma2-one-kv-head", 2, 2, {}),
+        ("gemma2-one-kv-head", 1, 3, {"model.embed_tokens": "replicate"}),
         ("phi", 2, 2, {"lm_head": "colwise"}),
         ("phi-norms", 1, 4, {}),
         ("phi3", 2, 2, {}),
-        ("qwen3-odd", 1, 2, {}),
+        ("gemma3", 1, 2, {}),
         ("neox", 1, 3, {}),
     ],
 )
@@ -222,7 +224,7 @@ def count_layer(name: str) -> list[dict[Any, int]]:
     return [forward.counts, backward.counts]
 
 
-@pytest.mark.parametrize("name", ["gemma-one-kv-head", "phi"])
+@pytest.mark.parametrize("name", ["gemma2-one-kv-head", "phi"])
 def test_a_wrapped_layer_communicates_as_in_the_paper(run_ranks, name: str):
     """Two all-reduces forward and two backward (arXiv:1909.08053), whatever the number of its projections."""
     twice = {("allreduce_", BATCH * SEQ * 32 * 4): 2}

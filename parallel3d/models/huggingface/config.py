@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
@@ -162,6 +163,48 @@ class Qwen2(_Rotary):
         return {**super().other_keys(config), **sliding}
 
 
+class Qwen3(Qwen2):
+    """Qwen3: norms of each head's query and key; biases by attention_bias."""
+
+    architecture = "Qwen3ForCausalLM"
+    model_type = "qwen3"
+    constant = {"head_norms": True}
+    qkv_bias: bool = Field(False, alias="attention_bias")
+    num_kv_heads: int | None = Field(32, alias="num_key_value_heads")
+    head_dim: int | None = 128
+
+    def switches(self) -> dict[str, Any]:
+        """Return the fields of DecoderConfig that no single key gives."""
+        return {**super().switches(), "attention_out_bias": self.qkv_bias}
+
+
+def _tanh(name: Any) -> Activation:
+    return "gelu_tanh" if name == "gelu" else _activation(name)
+
+
+class Gemma(_Rotary):
+    """Gemma: norms with the factor 1 + weight, scaled embeddings, and a hidden_act "gelu" that means the tanh approximation."""
+
+    architecture = "GemmaForCausalLM"
+    model_type = "gemma"
+    constant = {"norm": "rms_plus_one"}
+    activation: Annotated[Activation, BeforeValidator(_tanh)] = Field("gelu_tanh", alias="hidden_act")
+    hidden_activation: str | None = None  # read by no version of transformers since 5
+    max_positions: int = Field(8192, alias="max_position_embeddings")
+    num_kv_heads: int | None = Field(16, alias="num_key_value_heads")
+    head_dim: int | None = 256
+    qkv_bias: bool = Field(False, alias="attention_bias")
+    tied: bool = Field(True, alias="tie_word_embeddings")
+
+    def switches(self) -> dict[str, Any]:
+        """Return the fields of DecoderConfig that no single key gives."""
+        return {
+            **super().switches(),
+            "attention_out_bias": self.qkv_bias,
+            "embedding_scale": math.sqrt(self.hidden_size),
+        }
+
+
 class Mistral(_Rotary):
     """Mistral: one sliding window in all layers, or none."""
 
@@ -218,7 +261,7 @@ class Gpt2(Family):
         return {"n_inner": config.ffn_size, "activation_function": activation}
 
 
-FAMILIES: tuple[type[Family], ...] = (Llama, Mistral, Qwen2, Gpt2)
+FAMILIES: tuple[type[Family], ...] = (Llama, Mistral, Qwen2, Qwen3, Gemma, Gpt2)
 
 
 class _Names(BaseModel):

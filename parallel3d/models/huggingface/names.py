@@ -20,6 +20,8 @@ _MODULES: dict[Part, dict[str, tuple[str, str]]] = {
         "query": ("model.layers.{0}.self_attn.q_proj", "transformer.h.{0}.attn.c_attn"),
         "key": ("model.layers.{0}.self_attn.k_proj", "transformer.h.{0}.attn.c_attn"),
         "value": ("model.layers.{0}.self_attn.v_proj", "transformer.h.{0}.attn.c_attn"),
+        "mixing.query_norm": ("model.layers.{0}.self_attn.q_norm", ""),
+        "mixing.key_norm": ("model.layers.{0}.self_attn.k_norm", ""),
         "attention_out": ("model.layers.{0}.self_attn.o_proj", "transformer.h.{0}.attn.c_proj"),
     },
     "feed_forward": {
@@ -49,6 +51,7 @@ def names_of(config: DecoderConfig, part: Part, block: int = 0) -> LayerNames:
     heads, kv_heads = config.num_heads * config.dim_of_head, config.kv_heads * config.dim_of_head
     is_gpt2 = config.rope is None
     embeddings = {"tokens": (vocab, hidden), "positions": (config.max_positions, hidden), "logits": (vocab, hidden)}
+    head_norms = dict.fromkeys(("mixing.query_norm", "mixing.key_norm"), (config.dim_of_head,))
     linears = {
         "query": (heads, hidden),
         "key": (kv_heads, hidden),
@@ -68,9 +71,9 @@ def names_of(config: DecoderConfig, part: Part, block: int = 0) -> LayerNames:
         if ours == "logits" and config.tied:
             stored_names = _MODULES["embedding"]["tokens"]
         theirs = stored_names[is_gpt2].format(block).split()
-        if not theirs:
+        if not theirs or (ours in head_norms and not config.head_norms):
             continue
-        rows, *columns = linears.get(ours) or embeddings.get(ours) or (hidden,)
+        rows, *columns = linears.get(ours) or embeddings.get(ours) or head_norms.get(ours) or (hidden,)
         start, of = (_FUSED.index(ours) * rows, 3 * rows) if is_gpt2 and ours in _FUSED else (0, None)
         rest = {"weight": tuple(columns), "bias": ()} if biases.get(ours) else {"weight": tuple(columns)}
         for parameter, sizes in rest.items():

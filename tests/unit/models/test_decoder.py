@@ -15,8 +15,8 @@ from parallel3d.models import CausalLMLoss, DecoderConfig, PackedDocuments, Rope
 from parallel3d.models.huggingface.weights import Weights, load_layer
 from parallel3d.pipe import LayerSpec, PipelineModule
 
-NATIVE = ["llama", "llama-tied", "mistral", "qwen2", "qwen2-sliding", "gpt2"]
-WRAPPED = ["gemma", "gemma2", "phi"]
+NATIVE = ["llama", "llama-tied", "mistral", "qwen2", "qwen2-sliding", "qwen3-odd", "gemma", "gpt2"]
+WRAPPED = ["gemma2", "phi"]
 
 
 def run(layers: list[LayerSpec], inputs: Any) -> Tensor:
@@ -77,7 +77,7 @@ def test_halves_compute_what_blocks_and_transformers_do(tmp_path, name: str):
 
 
 def test_halves_are_exported_bit_for_bit(tmp_path):
-    for name in ("llama", "gpt2"):
+    for name in ("llama", "qwen3-odd", "gemma", "gpt2"):
         save_model(tmp_path / name, name)
         save_hf(PipelineModule(from_hf(tmp_path / name, units="half"), num_stages=1), tmp_path / f"{name}-out")
         stored, written = (load_file(tmp_path / f / "model.safetensors") for f in (name, f"{name}-out"))

@@ -125,7 +125,7 @@ def test_a_head_is_sliced_by_its_outputs_and_an_embedding_needs_no_other_weights
         ConfigError, match=r"lm_head would be sharded by inputs .* take 'lm_head' .* out of model\.tp_plan"
     ):
         build(model, on_first_of(2))
-    model = make_model("gemma")
+    model = make_model("gemma2")
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     model.model.embed_tokens.scale = nn.Parameter(torch.ones(32))
     with pytest.raises(ConfigError, match=r"embed_tokens is an embedding with more than the rows it looks up"):
