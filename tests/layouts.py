@@ -87,7 +87,7 @@ class Layout:
 AXES: dict[str, tuple[Any, ...]] = {
     "pp": (1, 2, 4),
     "dp": (1, 2, 3),
-    "accumulation": (1, 4, 7),
+    "accumulation": (1, 4, 5),
     "schedule": ("1f1b", "gpipe", "interleaved", "written", "zb-h1", "zbv", "zb-looped", "split"),
     "chunks": (1, 2, 3),
     "placement": ("loop", "v"),
@@ -149,26 +149,36 @@ def worth(layout: Layout, num_pairs: int) -> float:
 
     A schedule on one stage and a ZeRO stage on one replica show little of what they do.
     """
-    shown = 0.7 if 1 in (layout.pp, layout.dp) else 1.0
-    return shown * num_pairs / (layout.pp * layout.dp + layout.dp * layout.accumulation) ** 0.3
+    shown = 0.55 if 1 in (layout.pp, layout.dp) else 1.0
+    return shown * num_pairs / (layout.pp * layout.dp + layout.num_steps * layout.dp * layout.accumulation / 2) ** 0.5
 
 
 @cache
-def all_pairs(max_ranks: int = 12, candidates: int = 400) -> list[Layout]:
+def all_pairs(max_ranks: int = 12, candidates: int = 150) -> list[Layout]:
     """Valid layouts that hold every possible pair: greedily, the best of some random candidates in each round."""
     rng = random.Random(0)
     cores = bound_values(max_ranks)
-    left = possible_pairs(max_ranks)
+    bits = {value: 1 << k for k, value in enumerate((axis, v) for axis in AXES for v in AXES[axis])}
+    left = dict.fromkeys(bits, 0)  # of each value, those with which it makes a pair that no row holds yet
+    for one, other in possible_pairs(max_ranks):
+        left[one] |= bits[other]
+        left[other] |= bits[one]
     cover = []
-    while left:
-        missing = dict(min(left, key=repr))  # held by every candidate, so that each round makes progress
+    while one := next((value for value in left if left[value]), None):
+        # Held by every candidate, so that each round makes progress.
+        missing = dict([one, next(value for value in bits if left[one] & bits[value])])
         fitting = [core for core in cores if all(core.get(axis, value) == value for axis, value in missing.items())]
-        some = []
+        rows = []
         for _ in range(candidates):
             free = {axis: rng.choice(values) for axis, values in AXES.items() if axis not in BOUND}
-            some.append(Layout(**{**free, **missing, **rng.choice(fitting)}))
-        cover.append(max(some, key=lambda layout: worth(layout, len(pairs_of(layout) & left))))
-        left -= pairs_of(cover[-1])
+            row = {**free, **missing, **rng.choice(fitting)}
+            mask = sum(bits[value] for value in row.items())
+            num_pairs = sum((left[value] & mask).bit_count() for value in row.items()) // 2
+            rows.append((worth(Layout(**row), num_pairs), row, mask))
+        _, row, mask = max(rows, key=lambda found: found[0])
+        cover.append(Layout(**row))
+        for value in row.items():
+            left[value] &= ~mask
     return cover
 
 
