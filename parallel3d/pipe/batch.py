@@ -74,6 +74,7 @@ class TrainingData:
                     )
                 items = self.source.take(iterator, most)
                 pairs = [model.pair(self._batch_fn(item)) for item in items]
+                self._check(pairs)
                 own = [signature(inputs) for inputs, _ in pairs]
             except Exception as raised:
                 error = raised
@@ -88,6 +89,12 @@ class TrainingData:
             if iterator is not None:
                 self.source.give_back(iterator, items[len(signatures) :])
         return pairs[: len(signatures)], signatures
+
+    def _check(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        """Let the model's first layer refuse inputs, if it is here and has a method check_inputs."""
+        first: Any = self._model.layers["0"] if "0" in self._model.layers else None
+        for inputs, _ in pairs if hasattr(first, "check_inputs") else ():
+            first.check_inputs(inputs)
 
 
 class MicroBatchSource:
