@@ -92,9 +92,10 @@ class TrainingData:
 
     def _check(self, pairs: Sequence[tuple[Any, Any]]) -> None:
         """Let the model's first layer refuse inputs, if it is here and has a method check_inputs."""
-        first: Any = self._model.layers["0"] if "0" in self._model.layers else None
-        for inputs, _ in pairs if hasattr(first, "check_inputs") else ():
-            first.check_inputs(inputs)
+        first: Any = dict(self._model.layers.items()).get("0")
+        if hasattr(first, "check_inputs"):
+            for inputs, _ in pairs:
+                first.check_inputs(inputs)
 
 
 class MicroBatchSource:
