@@ -26,7 +26,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "target",
         help="script.py:FUNCTION or package.module:FUNCTION that returns a parallel3d.parity.Subject; or the directory of a "
-        "Hugging Face model, or its config.json",
+        "Hugging Face model, or its name in the hub's local cache",
     )
     parser.add_argument(
         "--layouts", nargs="+", required=True, metavar="LAYOUT", help='such as "pp2,dp2,tp2,zero2" "pp4,zero1,zb-h1"'

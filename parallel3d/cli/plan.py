@@ -60,7 +60,7 @@ def add_command(commands: Any) -> None:
     option(
         "--model",
         metavar="MODEL",
-        help="a Hugging Face directory or its config.json; script.py:FUNCTION, as for p3d check; or one of "
+        help="a Hugging Face directory or a name in the hub's local cache; script.py:FUNCTION, as for p3d check; or one of "
         + ", ".join(MODELS),
     )
     option(

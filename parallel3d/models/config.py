@@ -1,4 +1,4 @@
-"""Configuration of a decoder: sizes, and the switches in which Llama, Qwen2, Mistral and GPT-2 differ."""
+"""Configuration of a decoder: sizes, and the switches in which the architectures of huggingface/config.py differ."""
 
 from __future__ import annotations
 

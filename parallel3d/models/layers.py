@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -175,6 +175,18 @@ def normalized(norm: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
     return norm(hidden), hidden
 
 
+def check_tokens(inputs: Any, vocab_size: int) -> None:
+    """Raise DataError for token ids on the host, alone or as input_ids, that are outside of a model's vocabulary."""
+    ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
+    if isinstance(ids, Tensor) and ids.device.type == "cpu" and ids.numel():
+        low, high = (int(value) for value in torch.aminmax(ids))
+        if low < 0 or high >= vocab_size:
+            raise DataError(
+                f"there is a token id {low if low < 0 else high}, but the model has words 0 to {vocab_size - 1}; use the "
+                "model's own tokenizer, or make its embedding larger: model.resize_token_embeddings(len(tokenizer))"
+            )
+
+
 class TokenEmbedding(DecoderLayer):
     """Embedding: token ids [batch, seq], or {"input_ids", "attention_mask", "position_ids"} -> hidden states or a Stream."""
 
@@ -192,6 +204,10 @@ class TokenEmbedding(DecoderLayer):
         )
         self.positions = nn.Embedding(config.max_positions, config.hidden_size) if learned else None
         self.dropout = sharding.dropout(config.embedding_dropout)
+
+    def check_inputs(self, inputs: Any) -> None:
+        """Raise DataError for token ids outside of the vocabulary; called before a step."""
+        check_tokens(inputs, self.config.vocab_size)
 
     def forward(self, inputs: Tensor | dict[str, Tensor | None]) -> Travels:
         """Embed tokens. Raises DataError for unknown keys, and for more positions than there are learned ones."""

@@ -74,6 +74,7 @@ class TrainingData:
                     )
                 items = self.source.take(iterator, most)
                 pairs = [model.pair(self._batch_fn(item)) for item in items]
+                self._check(pairs)
                 own = [signature(inputs) for inputs, _ in pairs]
             except Exception as raised:
                 error = raised
@@ -88,6 +89,13 @@ class TrainingData:
             if iterator is not None:
                 self.source.give_back(iterator, items[len(signatures) :])
         return pairs[: len(signatures)], signatures
+
+    def _check(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        """Let the model's first layer refuse inputs, if it is here and has a method check_inputs."""
+        first: Any = dict(self._model.layers.items()).get("0")
+        if hasattr(first, "check_inputs"):
+            for inputs, _ in pairs:
+                first.check_inputs(inputs)
 
 
 class MicroBatchSource:

@@ -26,6 +26,35 @@ def load_wrapped(directory: Path, dtype: torch.dtype, weights: bool) -> tuple[nn
 
     Raises ConfigError if transformers has no such model, CheckpointError for weights that don't fit it.
     """
+    model = _without_weights(directory, dtype)
+    if not weights:
+        _move_buffers(model, (), torch.device("cpu"))
+        return model, None
+    stored = _open(model, directory)
+    try:
+        remedy = "put the config.json and the weights of one model into it"
+        name_of = _names_in_files(model, stored, directory, remedy)
+    except CheckpointError:
+        import transformers
+
+        kinds: Any = transformers.AutoModelForCausalLM
+        model, found = kinds.from_pretrained(
+            directory, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+        misshapen = {name: (wanted, shape) for name, shape, wanted in found["mismatched_keys"]}
+        if differences(found["missing_keys"], found["unexpected_keys"], misshapen):
+            raise
+        return model, None
+    _move_buffers(model, name_of, torch.device("cpu"))
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        stored.alias(name, name_of[tensor])
+        if not tensor.is_meta:
+            tensor.data.copy_(stored.elements(name, 0, tensor.numel()).view(tensor.shape))
+    return model, stored
+
+
+def _without_weights(directory: Path, dtype: torch.dtype) -> nn.Module:
+    """Return the model of a config.json on the meta device. Raises ConfigError."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
@@ -45,27 +74,7 @@ def load_wrapped(directory: Path, dtype: torch.dtype, weights: bool) -> tuple[nn
         raise ConfigError(
             f"the weights in {directory} are quantized, which can't be trained; take a directory in bf16 or fp32"
         )
-    if not weights:
-        _move_buffers(model, (), torch.device("cpu"))
-        return model, None
-    stored = _open(model, directory)
-    try:
-        name_of = _names_in_files(model, stored, directory)
-    except CheckpointError:
-        kinds: Any = AutoModelForCausalLM
-        model, found = kinds.from_pretrained(
-            directory, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
-        )
-        misshapen = {name: (wanted, shape) for name, shape, wanted in found["mismatched_keys"]}
-        if differences(found["missing_keys"], found["unexpected_keys"], misshapen):
-            raise
-        return model, None
-    _move_buffers(model, name_of, torch.device("cpu"))
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        stored.alias(name, name_of[tensor])
-        if not tensor.is_meta:
-            tensor.data.copy_(stored.elements(name, 0, tensor.numel()).view(tensor.shape))
-    return model, stored
+    return model
 
 
 def read_when_needed(model: nn.Module, directory: Path, device: torch.device) -> None:
@@ -77,7 +86,8 @@ def read_when_needed(model: nn.Module, directory: Path, device: torch.device) ->
     Raises CheckpointError if tensors are missing, unknown or misshapen, ConfigError for a buffer that nothing computes.
     """
     weights = _open(model, directory)
-    name_of = _names_in_files(model, weights, directory)
+    remedy = "if transformers converts them, load the model by from_pretrained in parallel3d.zero.Init"
+    name_of = _names_in_files(model, weights, directory, remedy)
     _move_buffers(model, name_of, device)
     for tensor, name in name_of.items():
         read = partial(weights.elements, name)
@@ -92,7 +102,7 @@ def _open(model: nn.Module, directory: Path) -> Weights:
     return open_directory(directory, f"{prefix}." if prefix and hasattr(model, prefix) else "")
 
 
-def _names_in_files(model: nn.Module, weights: Weights, directory: Path) -> dict[Tensor, str]:
+def _names_in_files(model: nn.Module, weights: Weights, directory: Path, remedy: str) -> dict[Tensor, str]:
     """Return the stored name of each parameter and persistent buffer. Raises CheckpointError if they don't fit each other."""
     shapes = weights.shapes()
     tensors = model.state_dict(keep_vars=True)  # parameters, by all their names, and persistent buffers
@@ -102,10 +112,7 @@ def _names_in_files(model: nn.Module, weights: Weights, directory: Path) -> dict
     unknown = [name for name in shapes if name not in tensors and not name.endswith(COMPUTED)]
     misshapen = {n: (tuple(t.shape), shapes[n]) for n, t in tensors.items() if shapes.get(n, t.shape) != t.shape}
     if faults := differences(missing, unknown, misshapen):
-        raise CheckpointError(
-            f"the tensors of {directory} don't fit {type(model).__name__}; {faults}; if transformers converts them, load the "
-            "model by from_pretrained in parallel3d.zero.Init"
-        )
+        raise CheckpointError(f"the tensors of {directory} don't fit {type(model).__name__}; {faults}; {remedy}")
     return name_of
 
 

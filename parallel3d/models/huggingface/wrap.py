@@ -21,6 +21,7 @@ from parallel3d.models.huggingface.adapters import unwrapped
 from parallel3d.models.huggingface.outline import Outline, Recorder, with_modules
 from parallel3d.models.huggingface.tp_plan import TensorPlan, copy_of
 from parallel3d.models.huggingface.weights import Weights, load_layer, load_layer_later
+from parallel3d.models.layers import check_tokens
 from parallel3d.models.sliced import SlicedLogits
 from parallel3d.parameters import persistent_buffers, whole_shape
 from parallel3d.specs import BuildContext, LayerSpec, TiedLayerSpec
@@ -181,6 +182,10 @@ class Entry(WrappedPart):
         self._recorders = [Recorder(layer, outline.in_tuples) for layer in base.get_submodule(layers).children()]
         self.model = with_modules(whole.plan.around(before, prefix, context), {layers: nn.ModuleList(self._recorders)})
         self._read(context)
+
+    def check_inputs(self, inputs: Any) -> None:
+        """Raise DataError for token ids outside of the vocabulary; called before a step."""
+        check_tokens(inputs, self._whole.config.get_text_config().vocab_size)
 
     def forward(self, inputs: Tensor | Mapping[str, Any]) -> dict[str, Any]:
         """Run the model up to its layers. Raises DataError for inputs that are neither token ids nor a dict."""
