@@ -40,7 +40,7 @@ class Case:
     clipping: float = 0.05
     schedule: str = "1f1b"
     per_micro_batch: bool = False
-    blocks: int = 5
+    blocks: int = 3
 
 
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 19, "hysteresis": 1}}
@@ -50,7 +50,7 @@ CASES = {
     "dp2-fp16": Case(dp=2, config=FP16, stage=1, frozen=(2, 5)),
     "dp2-fp16-sgd": Case(dp=2, config=FP16, optimizer=("SGD", {"lr": 0.05, "momentum": 0.9}), clipping=0.0),
     "dp3-bf16": Case(dp=3, config={**BF16, "data_types": {"grad_accum_dtype": "bf16"}}, tied=True),
-    "dp3-zero3": Case(dp=3, stage=3, config=BF16, optimizer=("Lion", {"lr": 1e-3}), frozen=(1,)),
+    "dp3-zero3": Case(dp=3, stage=3, config=BF16, optimizer=("Lion", {"lr": 1e-3}), frozen=(1,), blocks=5),
     "dp2-per-micro-batch": Case(
         dp=2, stage=3, per_micro_batch=True, optimizer=("Adagrad", {"lr": 1e-2, "initial_accumulator_value": 0.1})
     ),
