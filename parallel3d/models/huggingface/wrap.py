@@ -185,7 +185,7 @@ class Entry(WrappedPart):
 
     def check_inputs(self, inputs: Any) -> None:
         """Raise DataError for token ids outside of the vocabulary; called before a step."""
-        check_tokens(inputs, self._whole.config.get_text_config().vocab_size)
+        check_tokens(inputs, self.whole.config.get_text_config().vocab_size)
 
     def forward(self, inputs: Tensor | Mapping[str, Any]) -> dict[str, Any]:
         """Run the model up to its layers. Raises DataError for inputs that are neither token ids nor a dict."""
