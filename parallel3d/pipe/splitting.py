@@ -67,8 +67,13 @@ class LayerSplitter:
         self._ties = [layer.key if isinstance(layer, TiedLayerSpec) else None for layer in layers]
         self._recomputed: list[bool] = []
         self._parameters: list[list[nn.Parameter]] = []
+        built: list[tuple[LayerSpec, nn.Module]] = []  # of specs that build alike, one blueprint
         for k, layer in enumerate(layers):
-            module = blueprint(layer, context)
+            spec = layer if isinstance(layer, LayerSpec) else None
+            module = next((known for other, known in built if spec is not None and spec.builds_like(other)), None)
+            if module is None:
+                module = blueprint(layer, context)
+                built += [] if spec is None else [(spec, module)]
             self._parameters.append([p if module is layer else _on_meta(p) for p in module.parameters()])
             shown = module if isinstance(layer, (LayerSpec, nn.Module)) else layer
             self._recomputed.append(settings.activation_checkpoint_interval > 0 and recomputes(k, shown))
