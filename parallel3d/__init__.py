@@ -16,7 +16,8 @@ from parallel3d.errors import Parallel3DError
 
 if TYPE_CHECKING:
     from parallel3d import pipe, zero
-    from parallel3d.deepspeed.accessors import DeepSpeedEngine
+    from parallel3d.deepspeed.accessors import DeepSpeedEngine, PipelineEngine
+    from parallel3d.deepspeed.names import DeepSpeedConfig, OnDevice
     from parallel3d.engine import Engine
     from parallel3d.initialization import initialize
     from parallel3d.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -25,10 +26,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "DeepSpeedConfig",
     "DeepSpeedEngine",
     "Engine",
     "LayerSpec",
+    "OnDevice",
     "Parallel3DError",
+    "PipelineEngine",
     "PipelineModule",
     "RepeatingLoader",
     "TiedLayerSpec",
@@ -49,9 +53,12 @@ __all__ = [
 ]
 
 _MODULES = {
+    "DeepSpeedConfig": "deepspeed.names",
     "DeepSpeedEngine": "deepspeed.accessors",
     "Engine": "engine",
     "LayerSpec": "pipe",
+    "OnDevice": "deepspeed.names",
+    "PipelineEngine": "deepspeed.accessors",
     "PipelineModule": "pipe",
     "RepeatingLoader": "pipe.data",
     "TiedLayerSpec": "pipe",

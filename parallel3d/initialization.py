@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from parallel3d.comm.environment import init_distributed, local_device
 from parallel3d.config import BatchSizes, Config, batch_sizes, load
-from parallel3d.deepspeed.accessors import DeepSpeedEngine
+from parallel3d.deepspeed.accessors import DeepSpeedEngine, PipelineEngine
 from parallel3d.deepspeed.arguments import find_config, known_values
-from parallel3d.errors import ConfigError, DataError
+from parallel3d.errors import ConfigError
 from parallel3d.models.huggingface.meta import read_when_needed
 from parallel3d.optim import build_optimizer, build_scheduler
-from parallel3d.pipe.data import MicroBatchSampler, RepeatingLoader, ReplicaSamples
+from parallel3d.pipe.batch import make_loader
+from parallel3d.pipe.data import RepeatingLoader
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.pipe.single_stage import SingleStageModule
 from parallel3d.zero.external import set_configured_leaf_modules
@@ -43,27 +44,27 @@ def initialize(
     config_params: str | Path | Mapping[str, Any] | None = None,
     auto: Mapping[str, Any] | None = None,
     weights: str | Path | None = None,
+    mesh_param: tuple[int, int] | None = None,
 ) -> tuple[DeepSpeedEngine, torch.optim.Optimizer | None, DataLoader[Any] | None, Any]:
     """Return (engine, optimizer, dataloader, lr_scheduler) for a PipelineModule, or for any module, trained data parallel.
 
     - config (or config_params, or args.deepspeed_config): a path, mapping or base64 text with DeepSpeed's keys.
-    - auto: values for keys that are "auto", nested or dotted ("optimizer.params.lr"). Your own optimizer or loader fills
-      some of them.
+    - auto: values for keys that are "auto", nested or dotted. Your own optimizer or loader fills some of them.
     - optimizer: an optimizer, or a callable of the parameters; None for the configuration's, or to evaluate only.
     - model_parameters: the parameters to train, or groups of them; by default all that require a gradient.
     - training_data: a dataset of samples, (inputs, labels) for a PipelineModule, for which a loader is made: it may be a
       stream without length, of which every replica reads all samples. Or a DataLoader of this replica's micro-batches.
-    - lr_scheduler: stepped after each step that isn't skipped; or a callable of the optimizer. A scheduler that the
-      configuration names is used instead.
+    - lr_scheduler: stepped after each step that isn't skipped; or a callable of the optimizer. It is used instead of one that
+      the configuration names.
     - dist_init_required: False if the script called init_process_group. distributed_port: MASTER_PORT, if no launcher set it.
-    - mpu: another library's process groups, without tensor parallelism.
+    - mpu: another library's process groups, without tensor parallelism. mesh_param: (replicas, 1), as accelerate gives it.
     - weights: a directory of safetensors with the model's names, for a module that was built on the meta device. With ZeRO
       stage 3 each rank reads only its shards. A PipelineModule takes its weights from `models.from_hf`.
 
     Raises ConfigError, CheckpointError, CommunicationError. Collective: every rank calls it at the same point of its script.
     """
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    _check_mpu(mpu)
+    _check_mpu(mpu, mesh_param)
     model = _with_weights(model, weights)
     settings = load(find_config(args, config, config_params), auto, known_values(optimizer, training_data))
     if settings.zero_optimization.stage == 3 and not isinstance(model, PipelineModule):
@@ -71,13 +72,13 @@ def initialize(
     pipeline = model if isinstance(model, PipelineModule) else SingleStageModule(model)
     _check_module(pipeline, settings)
     sizes = _batch_sizes(pipeline, settings)
-    parameters = _trainable(model_parameters if model_parameters is not None else model.parameters())
-    built = _make_optimizer(optimizer, parameters, settings)
+    trained = _trainable(model.parameters() if model_parameters is None else model_parameters)
+    built = _make_optimizer(optimizer, trained, settings)
     scheduler = _make_scheduler(lr_scheduler, built, settings)
-    loader = _make_loader(pipeline, training_data, sizes, settings, collate_fn)
+    loader = make_loader(pipeline, training_data, sizes, settings, collate_fn) if training_data is not None else None
     iterator = RepeatingLoader(loader) if loader is not None else None
-    engine = DeepSpeedEngine(pipeline, settings, sizes, built, scheduler, iterator)
-    return engine, built, loader, scheduler
+    kind = PipelineEngine if pipeline is model else DeepSpeedEngine
+    return kind(pipeline, settings, sizes, built, scheduler, iterator), built, loader, scheduler
 
 
 def _with_weights(model: object, weights: str | Path | None) -> nn.Module:
@@ -106,7 +107,11 @@ def _batch_sizes(pipeline: PipelineModule, config: Config) -> BatchSizes:
     return batch_sizes(config, pipe=pipeline.num_stages, data=replicas, model=pipeline.groups.model.size)
 
 
-def _check_mpu(mpu: Any) -> None:
+def _check_mpu(mpu: Any, mesh_param: tuple[int, int] | None) -> None:
+    if mesh_param is not None and mesh_param[1] > 1:
+        raise ConfigError(
+            f"mesh_param is {mesh_param}: {mesh_param[1]} ranks share a sequence, which attention here can't; give 1"
+        )
     get_size = getattr(mpu, "get_tensor_model_parallel_world_size", getattr(mpu, "get_model_parallel_world_size", None))
     size = 1 if get_size is None else get_size()
     if size > 1:
@@ -126,6 +131,13 @@ def _check_module(model: PipelineModule, config: Config) -> None:
     if any(dim > 1 for dim in others.values()):
         raise ConfigError(f"the topology has axes {others} besides pipe, data and model; give them 1 rank")
     built = {"size": model.groups.model.size, **vars(model.settings)}
+    if not isinstance(model, SingleStageModule):
+        # As DeepSpeed's engine sets them in a module that has been built. Random masks are seeded by layer anyway.
+        if built["activation_checkpoint_interval"] == 0 and config.pipeline.activation_checkpoint_interval:
+            model.calls.recompute_every(config.pipeline.activation_checkpoint_interval)
+            del built["activation_checkpoint_interval"]
+        if not built["seed_layers"]:
+            del built["seed_layers"]
     if built["size"] == 1:
         del built["layout_independent"]  # one rank draws what the whole layer draws
     for section in ("tensor_parallel", "rng", "pipeline"):
@@ -185,43 +197,20 @@ def _make_optimizer(
 
 
 def _make_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None, config: Config) -> Any:
-    """Return the configuration's scheduler, as in DeepSpeed, else the script's own; None without an optimizer."""
+    """Return the script's own scheduler, as in DeepSpeed, else the configuration's; None without an optimizer."""
     if optimizer is None:
         return None
-    if config.scheduler is None:
-        return scheduler(optimizer) if callable(scheduler) else scheduler
-    if scheduler is not None:
+    if scheduler is None:
+        return build_scheduler(config.scheduler.type, optimizer, config.scheduler.params) if config.scheduler else None
+    if config.scheduler is not None:
         warnings.warn(
-            f"the configuration's scheduler {config.scheduler.type} is used, and lr_scheduler= is not; give one of the two",
+            f"lr_scheduler= is used, and the configuration's scheduler {config.scheduler.type} is not; give one of the two",
             stacklevel=3,
         )
-    return build_scheduler(config.scheduler.type, optimizer, config.scheduler.params)
-
-
-def _make_loader(
-    model: PipelineModule,
-    data: Dataset[Any] | DataLoader[Any] | None,
-    sizes: BatchSizes,
-    config: Config,
-    collate_fn: Callable[[list[Any]], Any] | None,
-) -> DataLoader[Any] | None:
-    if data is None:
-        return None
-    if isinstance(data, DataLoader):
-        if data.batch_size not in (None, sizes.micro_batch_size):
-            raise ConfigError(
-                f"training_data is a DataLoader with batches of {data.batch_size}, but train_micro_batch_size_per_gpu is "
-                f"{sizes.micro_batch_size}; make the two equal"
-            )
-        return data
-    groups = model.groups
-    own = sizes.micro_batch_size, groups.coordinate("data"), groups.data.size, sizes.num_micro_batches
-    options: dict[str, Any] = {"collate_fn": collate_fn, "pin_memory": model.device.type == "cuda"}
-    if not isinstance(data, Sized):
-        if not hasattr(data, "__iter__"):
-            raise DataError(
-                f"training_data {type(data).__name__} has neither a length nor __iter__; give it one of them"
-            )
-        return DataLoader(ReplicaSamples(data, *own), batch_size=sizes.micro_batch_size, **options)
-    sampler = MicroBatchSampler(len(data), *own, seed=config.seed, drop_last=config.dataloader_drop_last)
-    return DataLoader(data, batch_sampler=sampler, **options)
+    made = scheduler(optimizer) if callable(scheduler) else scheduler
+    if getattr(made, "optimizer", optimizer) is not optimizer:
+        raise ConfigError(
+            f"lr_scheduler= is a {type(made).__name__} of another optimizer than the engine's {type(optimizer).__name__}, "
+            "whose learning rates it would not change; pass that optimizer, too, or a callable of the optimizer"
+        )
+    return made

@@ -27,7 +27,7 @@ _FILES = {
         f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {VERSION}\nSummary: DeepSpeed's names, of parallel3d\n"
     ),
     f"{_INFO}/WHEEL": "Wheel-Version: 1.0\nGenerator: parallel3d\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    f"{_INFO}/entry_points.txt": "[console_scripts]\ndeepspeed = parallel3d.launcher:main\n",
+    f"{_INFO}/entry_points.txt": "[console_scripts]\ndeepspeed = parallel3d.launcher.deepspeed:command\n",
 }
 
 

@@ -135,10 +135,24 @@ def whole_world() -> Group:
 
 
 class PipelineParallelGrid:
-    """DeepSpeed's `mpu`: this rank's position along each axis, and the torch group of each."""
+    """DeepSpeed's `mpu`: this rank's position along each axis, and the torch group of each.
 
-    def __init__(self, groups: ProcessGroups):
+    topology: makes new groups, collectively. groups: instead of them.
+    """
+
+    def __init__(self, topology: ProcessTopology | None = None, groups: ProcessGroups | None = None):
+        if groups is None:
+            if topology is None:
+                raise TopologyError("PipelineParallelGrid needs a topology; give a ProcessTopology, or use engine.grid")
+            groups = ProcessGroups(topology)
         self._groups = groups
+        self.pp_group, self.dp_group = list(groups.pipe.ranks), list(groups.data.ranks)
+        self.is_first_stage = self.get_stage_id() == 0
+        self.is_last_stage = self.get_stage_id() == groups.pipe.size - 1
+
+    def _is_grid_valid(self) -> bool:
+        """Return whether the axes fill the world, as they always do here; DeepSpeed's scripts ask."""
+        return self._groups.topology.world_size() == self._groups.world.size
 
     def topology(self) -> ProcessTopology:
         """Topology of the groups."""

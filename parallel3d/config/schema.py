@@ -25,6 +25,14 @@ from parallel3d.config.section import (
 from parallel3d.config.zero import AioConfig, OffloadConfig, ZeroConfig
 
 
+def _read_number(value: object) -> object:
+    """Read a number that is written as a text, as DeepSpeed does for loss_scale."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
 class Fp16Config(Section):
     """Training in float16 with fp32 masters, the loss scaled; loss_scale 0 is a scale that adapts (arXiv:1710.03740).
 
@@ -40,7 +48,9 @@ class Fp16Config(Section):
         "true or false",
         differs="true by default: floating-point inputs are cast to fp16; false leaves them as they are",
     )
-    loss_scale: float = key(0.0, "a number >= 0, where 0 lets the scale adapt", ge=0)
+    loss_scale: Annotated[float, BeforeValidator(_read_number, json_schema_input_type=float | str)] = key(
+        0.0, "a number >= 0, where 0 lets the scale adapt", ge=0
+    )
     initial_scale_power: NonNegative = key(16, "a whole number of powers of two from 0 to 127", le=127)
     loss_scale_window: Positive = key(1000, "a whole number of steps >= 1")
     hysteresis: Positive = key(2, "a whole number of overflows >= 1")
@@ -214,8 +224,16 @@ class ActivationCheckpointingConfig(Section):
     profile: bool = False
 
 
+def _read_flag(value: object) -> object:
+    return bool(value) if value in (0, 1) else value
+
+
 def _capitalized(value: object) -> object:
     return value.capitalize() if isinstance(value, str) else value
+
+
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
 
 
 TagValidation = Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capitalized, json_schema_input_type=str)]
@@ -283,6 +301,9 @@ class Config(Section):
         differs="off by default; the norm is the whole model's",
         ge=0,
     )
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(_lower, json_schema_input_type=str)] = key(
+        "mean", '"mean" over the replicas, or "sum"'
+    )
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
     fp16: Fp16Config = Fp16Config()
@@ -296,7 +317,9 @@ class Config(Section):
     zero_optimization: Annotated[ZeroConfig, BeforeValidator(_read_zero, json_schema_input_type=ZeroConfig | bool)] = (
         ZeroConfig()
     )
-    zero_allow_untested_optimizer: bool = False
+    zero_allow_untested_optimizer: Annotated[bool, BeforeValidator(_read_flag, json_schema_input_type=bool | int)] = (
+        False
+    )
     aio: AioConfig = AioConfig()
     offload: OffloadConfig = OffloadConfig()
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
@@ -318,6 +341,10 @@ class Config(Section):
         "that no rank pauses for it in the middle of a step",
     )
     dataloader_drop_last: bool = False
+    dataloader_shuffle: bool | None = own_key(
+        None,
+        "true or false, whether the loader made of training_data shuffles; null: not for a pipeline, but for other modules",
+    )
     seed: NonNegative = own_key(1234, "a whole number >= 0, which fixes the order of the training data")
     rng: RngConfig = RngConfig()
     steps_per_print: Annotated[Positive | None, BeforeValidator(_none_for_never)] = key(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -41,6 +42,11 @@ class Accelerator:
     def communication_backend_name(self) -> str:
         """Return the torch.distributed backend for tensors on this device."""
         return "gloo" if self._type == "cpu" else "nccl"
+
+    def device_count(self) -> int:
+        """Return the number of devices of this host; on the CPU that of the launcher's processes on it."""
+        local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
+        return torch.cuda.device_count() if self._type == "cuda" else int(local)
 
     def manual_seed_all(self, seed: int) -> None:
         """Seed torch's generators on all devices."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from parallel3d.activity import Phase
 from parallel3d.checkpoint.export import SINGLE
@@ -21,6 +22,7 @@ from parallel3d.errors import ConfigError, nearest
 from parallel3d.models.generation import Request, generate
 from parallel3d.models.huggingface.export import whole_state_dict
 from parallel3d.models.huggingface.pipeline import HuggingFacePipeline
+from parallel3d.pipe.batch import make_loader
 from parallel3d.pipe.data import RepeatingLoader
 from parallel3d.zero.gathered import GatheredParameters
 
@@ -52,6 +54,39 @@ class DeepSpeedEngine(Engine):
         Raises ConfigError if it is no multiple of a micro-batch of all replicas, and between the micro-batches of a step.
         """
         self.data.set_train_batch_size(train_batch_size, self.progress.num_backwards)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the number of samples of a micro-batch; a step has as many micro-batches as before. Raises ConfigError."""
+        self.data.set_micro_batch_size(micro_batch_size)
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Sampler[Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DataLoader[Any]:
+        """Return a loader of micro-batches: for route "train" without a sampler as `initialize` makes it of training_data.
+
+        Else of all samples, in the sampler's order or the dataset's. batch_size: a micro-batch's by default.
+        """
+        size = batch_size or self.train_micro_batch_size_per_gpu()
+        if data_sampler is None and route == "train":
+            return make_loader(
+                self.pipeline_module, dataset, replace(self.data.sizes, micro_batch_size=size), self.config, collate_fn
+            )
+        pins = pin_memory and self.device.type == "cuda"
+        return DataLoader(
+            dataset,
+            size,
+            sampler=data_sampler,
+            collate_fn=collate_fn,
+            pin_memory=pins,
+            num_workers=num_local_io_workers or 0,
+        )
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """Take micro-batches from `iterator` when train_batch gets none."""
@@ -87,7 +122,7 @@ class DeepSpeedEngine(Engine):
 
     def dynamic_loss_scale(self) -> bool:
         """Return whether the loss scale adapts."""
-        return self.update.scaler is not None and self.update.scaler.dynamic
+        return self.update.scaler is not None and self.update.scaler.dynamic_loss_scale
 
     def steps_per_print(self) -> int | None:
         """Return the number of steps between two printed lines; None if nothing is printed."""
@@ -135,7 +170,7 @@ class DeepSpeedEngine(Engine):
     @property
     def grid(self) -> PipelineParallelGrid:
         """Process groups of this rank, with DeepSpeed's names."""
-        return PipelineParallelGrid(self.process_groups)
+        return PipelineParallelGrid(groups=self.process_groups)
 
     mpu = grid  # DeepSpeed's other name
 
@@ -320,6 +355,11 @@ class DeepSpeedEngine(Engine):
 
     # Whole weights (ZeRO-3)
 
+    def empty_partition_cache(self) -> None:
+        """Do nothing: weights are released as soon as a layer has run."""
+
+    sparse_tensor_module_names: frozenset[str] = frozenset()  # gradients are reduced dense
+
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Return True: whole weights can always be saved."""
         return True
@@ -346,3 +386,7 @@ class DeepSpeedEngine(Engine):
         return state if self.global_rank == 0 else None
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+
+class PipelineEngine(DeepSpeedEngine):
+    """The engine of a PipelineModule."""

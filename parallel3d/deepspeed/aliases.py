@@ -14,16 +14,24 @@ from typing import Any
 # DeepSpeed's version with these names, for libraries that ask for a minimum; the part after + tells the two apart.
 VERSION = "0.19.8+parallel3d"
 _NAME = "deepspeed"
+# Modules whose names are all in deepspeed.names.
+_SMALL = """checkpoint checkpoint.utils git_version_info moe moe.layer moe.utils ops.op_builder runtime.bf16_optimizer
+runtime.checkpoint_engine runtime.checkpoint_engine.torch_checkpoint_engine runtime.config runtime.fp16
+runtime.fp16.fused_optimizer runtime.fp16.unfused_optimizer runtime.hybrid_engine runtime.precision_config
+runtime.sequence_parallel runtime.sequence_parallel.ulysses_sp runtime.zero.config runtime.zero.stage3
+runtime.zero.stage_1_and_2 sequence sequence.layer utils.groups utils.torch"""
 # DeepSpeed's modules whose names are elsewhere in this package.
-_ELSEWHERE = {
+_ELSEWHERE = dict.fromkeys(_SMALL.split(), "deepspeed.names") | {
+    "launcher.multinode_runner": "deepspeed.names",
     "runtime.activation_checkpointing": "deepspeed",
     "runtime.activation_checkpointing.checkpointing": "deepspeed.checkpointing",
-    "runtime.config": "config",
     "runtime.dataloader": "pipe.data",
     "runtime.engine": "deepspeed.accessors",
     "runtime.pipe": "pipe",
+    "runtime.pipe.engine": "deepspeed.accessors",
     "runtime.pipe.module": "pipe",
     "runtime.pipe.topology": "deepspeed.topology",
+    "utils.numa": "launcher.hosts",
 }
 
 
@@ -46,8 +54,8 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        top, _, rest = fullname.partition(".")
-        if top != _NAME:
+        top, _, rest = fullname.removeprefix("parallel3d.").partition(".")
+        if top != _NAME or (fullname.startswith("parallel3d.") and rest not in _ELSEWHERE):
             return None
         places = [_ELSEWHERE[rest]] if rest in _ELSEWHERE else [f"deepspeed.{rest}", rest]
         for name in (f"parallel3d.{place}" for place in places):
@@ -65,12 +73,14 @@ def become_deepspeed(module: ModuleType) -> None:
         sys.meta_path.insert(0, _Finder())
 
     def find(name: str) -> Any:
-        own = import_module("parallel3d")
-        if not name.startswith("__") and hasattr(own, name):
-            return getattr(own, name)
+        for place in ("parallel3d", "parallel3d.deepspeed.names"):
+            if not name.startswith("__") and hasattr(own := import_module(place), name):
+                return getattr(own, name)
         try:
             return import_module(f"{_NAME}.{name}")
         except ModuleNotFoundError:
             raise AttributeError(f"module {_NAME!r} of parallel3d has no attribute {name!r}") from None
 
-    vars(module).update(__getattr__=find, __version__=VERSION)
+    numbers = dict(zip(("major", "minor", "patch"), map(int, VERSION.partition("+")[0].split(".")), strict=True))
+    vars(module).update({f"__version_{name}__": number for name, number in numbers.items()})
+    vars(module).update(__getattr__=find, __version__=VERSION, __git_hash__=None, __git_branch__=None)

@@ -106,6 +106,8 @@ class WeightUpdate:
         infos, groups = model.parameter_infos(), model.groups
         self._model, self._groups, self._on_launch = model, groups, on_launch
         self._clipping = config.gradient_clipping
+        # Factor of the mean gradient in what the optimizer gets.
+        self._replicas_summed = groups.data.size if config.gradient_allreduce_op == "sum" else 1
         self.optimizer = optimizer
         self._frozen = model.frozen_infos()
         held = sum(info.parameter.numel() for info in (*infos, *self._frozen)) // groups.data.size
@@ -127,12 +129,12 @@ class WeightUpdate:
             storage=self._storage,
             host=self.host_shards,
         )
-        self._attach_whole_states()
+        self.scaler = LossScaler(precision.scaling) if precision.scaling is not None else None
+        self._attach_state()
         names = all_gather_object([info.name for info in infos], groups.control)
         self._agreement = StepAgreement(infos, names, groups.control)
         model.use_waiter(self.sharded.wait_for_module)
         self.parking = Parking(optimizer, self.sharded.buckets, self._settle)
-        self.scaler = LossScaler(precision.scaling) if precision.scaling is not None else None
         self._checks_overflow = precision.checks_overflow
         self._before_step: Callable[[], None] | None = None
         self.grad_norm: Tensor | None = None
@@ -141,12 +143,20 @@ class WeightUpdate:
         self._counted = False
         self.skipped_steps = 0
 
-    def _attach_whole_states(self) -> None:
-        """Give each parameter what DeepSpeed's safe_get and safe_set functions read and write."""
+    def _attach_state(self) -> None:
+        """Give parameters what DeepSpeed's safe_get and safe_set functions use, and the optimizer its names of the scaler."""
+        if self.scaler is not None:
+            told = {"loss_scaler": self.scaler, "loss_scale_config": self.scaler}
+            vars(self.optimizer).update(told, dynamic_loss_scale=self.scaler.dynamic_loss_scale)
         for bucket in self.reducer.all_buckets():
             for k, parameter in enumerate(bucket.parameters):
                 state = WholeState(
-                    bucket, k, self.optimizer, lambda: self.loss_scale, self.reducer.finish_step, self.sharded.settle
+                    bucket,
+                    k,
+                    self.optimizer,
+                    lambda: self.loss_scale / self._replicas_summed,
+                    self.reducer.finish_step,
+                    self.sharded.settle,
                 )
                 vars(parameter)["whole_state"] = state
 
@@ -220,7 +230,7 @@ class WeightUpdate:
         return units
 
     def call_before_step(self, call: Callable[[], None]) -> None:
-        """Call `call` in each step once all gradients are reduced; they are gradient_scale times those of the mean loss."""
+        """Call `call` in each step once all gradients are reduced; they are gradient_scale times the optimizer's."""
         self._before_step = call
 
     def release(self) -> None:
@@ -263,12 +273,12 @@ class WeightUpdate:
     @property
     def loss_scale(self) -> float:
         """Factor of the losses in the current step."""
-        return self.scaler.scale if self.scaler is not None else 1.0
+        return self.scaler.cur_scale if self.scaler is not None else 1.0
 
     @property
     def gradient_scale(self) -> Tensor:
-        """Ratio of the reduced gradients to those of the mean loss: the loss scale times the count of the losses."""
-        return self._count * self.loss_scale
+        """Ratio of the reduced gradients to the optimizer's: the loss scale times the count of the losses, unless summed."""
+        return self._count * (self.loss_scale / self._replicas_summed)
 
     @torch.no_grad()
     def reduce_scalars(self, own: LossShare) -> Tensor:
@@ -321,7 +331,7 @@ class WeightUpdate:
 
     def _divisor(self, norm: Tensor, finite: Tensor | None, counted: bool) -> Tensor | None:
         """Return the divisor of the gradients, a scalar on the device; None for 1."""
-        if self._clipping == 0 and self.scaler is None and not counted:
+        if self._clipping == 0 and self.scaler is None and not counted and self._replicas_summed == 1:
             return None
         divisor = self.gradient_scale
         if self._clipping > 0:

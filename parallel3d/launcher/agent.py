@@ -59,6 +59,8 @@ class LaunchOptions:
 
     - command: the script, or a module's name if is_module, then its own arguments.
     - max_restarts: how often all workers are started again when one has failed.
+    - is_program: the command is run as it is, not by Python. first_arguments: in front of its own, where ${local_rank} is
+      replaced by the rank. binds_cores: whether the cores are divided among the workers.
     """
 
     num_workers: int
@@ -68,6 +70,9 @@ class LaunchOptions:
     master_port: int = 0
     log_dir: str | None = None
     max_restarts: int = 0
+    is_program: bool = False
+    first_arguments: Sequence[str] = ()
+    binds_cores: bool = False
 
 
 @dataclass(frozen=True)
@@ -222,14 +227,17 @@ def _run(options: LaunchOptions, spare: set[int], remove_later: Callable[[str], 
             raise ConfigError(
                 f"--log_dir {options.log_dir}: {error.strerror}; name a folder that can be written"
             ) from error
-    arguments = [worker.__file__, str(os.getpid()), *(["-m"] if options.is_module else []), *options.command]
+    # The agent substitutes ${local_rank} in them as in a string.Template, where $$ is a dollar sign.
+    command, *own = [argument.replace("$", "$$") for argument in options.command]
+    arguments = [command, *options.first_arguments, *own]
+    if not options.is_program:
+        arguments = [worker.__file__, str(os.getpid()), *(["-m"] if options.is_module else []), *arguments]
     spec = WorkerSpec(
         role="worker",
         local_world_size=options.num_workers,
         rdzv_handler=_StorePerStart(options.master_port),
-        entrypoint=sys.executable,
-        # The agent substitutes ${local_rank} in them as in a string.Template, where $$ is a dollar sign.
-        args=tuple(argument.replace("$", "$$") for argument in arguments),
+        entrypoint=arguments.pop(0) if options.is_program else sys.executable,
+        args=tuple(arguments),
         max_restarts=options.max_restarts,
     )
     # The folder of the ranks' output and error files.
@@ -280,6 +288,8 @@ def _set_environment(options: LaunchOptions) -> None:
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     os.environ.update(local_job())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // options.num_workers)))
+    if options.binds_cores:
+        os.environ[worker.BINDS_CORES] = "1"
     if options.uses_gpus:
         # As init_distributed does, which is too late for a script that uses CUDA before it.
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")

@@ -24,6 +24,7 @@ _PR_SET_PDEATHSIG = 1
 _EXIT_TIMEOUT_S = 10.0
 """Limit to the shutdown of a failed rank (threads, exit handlers, process groups), after which it is killed."""
 
+BINDS_CORES = "PARALLEL3D_BINDS_CORES"
 _MOST_SHOWN = 30_000  # characters
 _CONTROL = re.compile(r"(?!\x1b\[[\d;]*m)[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -33,6 +34,13 @@ def main() -> None:
     launcher_pid, is_module = int(sys.argv[1]), sys.argv[2] == "-m"
     sys.argv = sys.argv[3:] if is_module else sys.argv[2:]
     _die_with(launcher_pid)
+    if BINDS_CORES in os.environ:
+        cores, local, size = (
+            sorted(os.sched_getaffinity(0)),
+            int(os.environ["LOCAL_RANK"]),
+            int(os.environ["LOCAL_WORLD_SIZE"]),
+        )
+        os.sched_setaffinity(0, cores[local::size] or cores)
     faulthandler.enable()
     print_lines()
     error_file = os.environ["TORCHELASTIC_ERROR_FILE"]

@@ -75,51 +75,58 @@ class LossScaler:
     settings.loss_scale, where not 0, is the scale. Else it starts at 2^initial_scale_power; an overflow costs one of
     `hysteresis` lives, or with one left halves the scale, not below min_loss_scale; after loss_scale_window steps since the
     last overflow it doubles. Lives are restored when it doubles, with consecutive_hysteresis by each step without overflow.
+    The attributes have DeepSpeed's names; cur_iter is the number of steps so far.
     """
 
     def __init__(self, settings: Fp16Config):
         self._settings = settings
-        self.dynamic = settings.loss_scale == 0
-        self.scale = 2.0**settings.initial_scale_power if self.dynamic else settings.loss_scale
+        self.dynamic_loss_scale = settings.loss_scale == 0
+        self.cur_scale = 2.0**settings.initial_scale_power if self.dynamic_loss_scale else settings.loss_scale
+        self.scale_window, self.min_loss_scale = settings.loss_scale_window, settings.min_loss_scale
         self._lives = settings.hysteresis
-        self._step = 0
+        self.cur_iter = 0
         self._last_overflow = -1
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale."""
+        return self.cur_scale
 
     def update(self, overflow: bool) -> None:
         """Update the scale after a step. Raises PrecisionError, and changes nothing, at an overflow that can't lower it."""
-        if not self.dynamic:
+        if not self.dynamic_loss_scale:
             return
         settings = self._settings
         if overflow:
             if self._lives > 1:
                 self._lives -= 1
-            elif self.scale <= settings.min_loss_scale:
+            elif self.cur_scale <= settings.min_loss_scale:
                 raise PrecisionError(
                     f"gradients overflow at the lowest loss scale, fp16.min_loss_scale = {settings.min_loss_scale:g}: the loss "
                     "or the gradients are not finite whatever the scale; look for NaN in data or layers, lower the learning "
                     "rate, or use bf16"
                 )
             else:
-                self.scale = max(self.scale / 2, settings.min_loss_scale)
-            self._last_overflow = self._step
+                self.cur_scale = max(self.cur_scale / 2, settings.min_loss_scale)
+            self._last_overflow = self.cur_iter
         else:
-            doubles = (self._step - self._last_overflow) % settings.loss_scale_window == 0
+            doubles = (self.cur_iter - self._last_overflow) % settings.loss_scale_window == 0
             if doubles or settings.consecutive_hysteresis:
                 self._lives = settings.hysteresis
             if doubles:
-                self.scale *= 2
-        self._step += 1
+                self.cur_scale *= 2
+        self.cur_iter += 1
 
     def state_dict(self) -> dict[str, float]:
         """Return the scale, the lives left, the steps seen and the step of the last overflow."""
         return {
-            "scale": self.scale,
+            "scale": self.cur_scale,
             "lives": self._lives,
-            "step": self._step,
+            "step": self.cur_iter,
             "last_overflow": self._last_overflow,
         }
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Continue from the state that `state_dict` returned."""
-        self.scale, self._lives = state["scale"], int(state["lives"])
-        self._step, self._last_overflow = int(state["step"]), int(state["last_overflow"])
+        self.cur_scale, self._lives = state["scale"], int(state["lives"])
+        self.cur_iter, self._last_overflow = int(state["step"]), int(state["last_overflow"])

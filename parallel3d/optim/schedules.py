@@ -151,18 +151,22 @@ class OneCycle(Schedule):
         return [(low + (high - low) * height) / decay for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """Return the betas of each parameter group after `last_batch_iteration`, None where momentum is not cycled."""
+        """Return the betas of each parameter group after `last_batch_iteration`, None where momentum is not cycled.
+
+        As in DeepSpeed, before the first step they start with cycle_max_mom, although the optimizer has cycle_min_mom.
+        """
         if not self.cycle_momentum:
             return None
-        if self.last_batch_iteration < 0:
-            return [(low, 0.99) for low in self.min_moms]
         height, growth = self._height, 1 + self.decay_mom_rate * self._decay_intervals
         pairs = zip(self.min_moms, self.max_moms, strict=True)
         return [((high - (high - low) * height) * growth, 0.99) for low, high in pairs]
 
     def _apply(self) -> None:
         super()._apply()
-        for group, betas in zip(self.optimizer.param_groups, self.get_mom() or [], strict=False):
+        moms = self.get_mom() or []
+        if moms and self.last_batch_iteration < 0:
+            moms = [(low, 0.99) for low in self.min_moms]
+        for group, betas in zip(self.optimizer.param_groups, moms, strict=False):
             group["betas"] = betas
 
     @property
@@ -204,6 +208,7 @@ class WarmupLR(Schedule):
         self.min_lrs = _per_group(optimizer, "warmup_min_lr", warmup_min_lr)
         self.max_lrs = _per_group(optimizer, "warmup_max_lr", highest)
         self._warmup = Warmup(warmup_num_steps, warmup_type)
+        self.warmup_num_steps, self.warmup_type = self._warmup.num_steps, warmup_type
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
@@ -258,6 +263,7 @@ class WarmupCosineLR(Schedule):
         self.warmup_min_ratio = _number("warmup_min_ratio", warmup_min_ratio)
         self.cos_min_ratio = _number("cos_min_ratio", cos_min_ratio)
         self._warmup = Warmup(warmup_num_steps, warmup_type)
+        self.warmup_num_steps, self.warmup_type = self._warmup.num_steps, warmup_type
         self._warmup.warn_of_no_time(self.total_num_steps)
         self.original_lrs = _own_lrs(optimizer)
         super().__init__(optimizer, last_batch_iteration)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from itertools import islice
 from typing import Any
+
+from torch.utils.data import DataLoader, Dataset
 
 from parallel3d.comm.collectives import all_gather_integers
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.structures import describe
-from parallel3d.config import BatchSizes, resolve_batch
+from parallel3d.config import BatchSizes, Config, resolve_batch
 from parallel3d.errors import ConfigError, DataError, PeerDataError, PeerEndOfData
+from parallel3d.pipe.data import MicroBatchSampler, ReplicaSamples
 from parallel3d.pipe.module import PipelineModule
+from parallel3d.pipe.single_stage import SingleStageModule
 
 _NO_DATA_NEEDED = -1
 _FAILED = -2
@@ -53,6 +57,12 @@ class TrainingData:
         self.sizes = resolve_batch(
             train_batch_size, self.sizes.micro_batch_size, None, pipe=pipe, data=data, model=model
         )
+
+    def set_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the number of samples of a micro-batch; a step has as many micro-batches as before. Raises ConfigError."""
+        pipe, data, model = self._model.num_stages, self._model.groups.data.size, self._model.groups.model.size
+        accumulation = self.sizes.num_micro_batches
+        self.sizes = resolve_batch(None, micro_batch_size, accumulation, pipe=pipe, data=data, model=model)
 
     def next(self, iterator: Iterator[Any] | None, most: int) -> tuple[list[tuple[Any, Any]], list[int]]:
         """Load at most `most` micro-batches, the same number on all ranks.
@@ -172,3 +182,35 @@ def signature(inputs: Any) -> int:
     structure, _ = describe(inputs)
     text = f"{structure.tree}|{structure.leaves}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def make_loader(
+    model: PipelineModule,
+    data: Dataset[Any] | DataLoader[Any],
+    sizes: BatchSizes,
+    config: Config,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+) -> DataLoader[Any]:
+    """Return a loader of this replica's micro-batches of a dataset, or `data` itself. Raises ConfigError, DataError.
+
+    Unless config.dataloader_shuffle says, samples are shuffled, but for a pipeline in the dataset's order, as in DeepSpeed.
+    """
+    if isinstance(data, DataLoader):
+        if data.batch_size not in (None, sizes.micro_batch_size):
+            raise ConfigError(
+                f"training_data is a DataLoader with batches of {data.batch_size}, but train_micro_batch_size_per_gpu is "
+                f"{sizes.micro_batch_size}; make the two equal"
+            )
+        return data
+    groups, chosen = model.groups, config.dataloader_shuffle
+    own = sizes.micro_batch_size, groups.coordinate("data"), groups.data.size, sizes.num_micro_batches
+    options: dict[str, Any] = {"collate_fn": collate_fn, "pin_memory": model.device.type == "cuda"}
+    if not isinstance(data, Sized):
+        if not hasattr(data, "__iter__"):
+            raise DataError(
+                f"training_data {type(data).__name__} has neither a length nor __iter__; give it one of them"
+            )
+        return DataLoader(ReplicaSamples(data, *own), batch_size=sizes.micro_batch_size, **options)
+    shuffle = isinstance(model, SingleStageModule) if chosen is None else chosen
+    sampler = MicroBatchSampler(len(data), *own, config.seed, config.dataloader_drop_last, shuffle)
+    return DataLoader(data, batch_sampler=sampler, **options)

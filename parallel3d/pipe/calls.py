@@ -30,6 +30,10 @@ class LayerCalls:
         self._interval = interval
         self._calls: dict[int, list[Call]] = {}
 
+    def recompute_every(self, interval: int) -> None:
+        """Recompute neighbouring layers in groups of `interval`."""
+        self._interval = interval
+
     def add(self, chunk: int, calls: Sequence[Call]) -> None:
         """Add a chunk."""
         self._calls[chunk] = list(calls)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -118,9 +118,10 @@ class ReplicaSamples(IterableDataset[Any]):
 class MicroBatchSampler(Sampler[list[int]]):
     """Batch sampler that deals samples by global micro-batch.
 
-    The g-th `micro_batch_size` samples of the epoch's order go to replica g mod num_replicas. An epoch is a whole number of
-    steps, each of num_micro_batches on each replica; the last step is filled with samples from the epoch's start, or left
-    out with `drop_last`. So, with the same global batch, every step sees the same samples for every number of replicas.
+    The g-th `micro_batch_size` samples of the epoch's order (without `shuffle` the dataset's) go to replica g mod num_replicas.
+    An epoch is a whole number of steps, each of num_micro_batches on each replica; the last step is filled with samples from
+    the epoch's start, or left out with `drop_last`. So, with the same global batch, every step sees the same samples for every
+    number of replicas.
     Raises DataError when `drop_last` leaves no step.
     """
 
@@ -133,6 +134,7 @@ class MicroBatchSampler(Sampler[list[int]]):
         num_micro_batches: int = 1,
         seed: int = 0,
         drop_last: bool = False,
+        shuffle: bool = True,
     ):
         step_size = micro_batch_size * num_replicas * num_micro_batches
         steps = num_samples // step_size if drop_last else -(-num_samples // step_size)
@@ -144,7 +146,7 @@ class MicroBatchSampler(Sampler[list[int]]):
             )
         self._num_samples, self._micro_batch_size = num_samples, micro_batch_size
         self._replica, self._num_replicas, self._length = replica, num_replicas, steps * num_micro_batches
-        self._seed = seed
+        self._seed, self._shuffle = seed, shuffle
         self.epoch = 0  # epoch of the next iterator
         # The epoch of the last micro-batch that was dealt, and the number dealt of that epoch.
         self._epoch = self._dealt = 0
@@ -154,7 +156,7 @@ class MicroBatchSampler(Sampler[list[int]]):
         return self._length
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield this replica's micro-batches of an epoch; the next call yields the next epoch, in another order.
+        """Yield this replica's micro-batches of an epoch; the next call yields the next epoch.
 
         After `load_state_dict` it starts at the loaded position, and an iterator in use continues there.
         """
@@ -174,7 +176,9 @@ class MicroBatchSampler(Sampler[list[int]]):
         self.epoch, self._loaded = start[0] + 1, False
         return start
 
-    def _order(self, epoch: int) -> list[int]:
+    def _order(self, epoch: int) -> Sequence[int]:
+        if not self._shuffle:
+            return range(self._num_samples)
         generator = torch.Generator().manual_seed(self._seed + epoch)
         return torch.randperm(self._num_samples, generator=generator).tolist()
 

@@ -342,6 +342,7 @@ def train_on_dataset(pp: int, dp: int, seed: int, drop_last: bool) -> tuple[list
         "train_micro_batch_size_per_gpu": 2,
         "seed": seed,
         "dataloader_drop_last": drop_last,
+        "dataloader_shuffle": True,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "pipeline": {"stages": pp},
     }

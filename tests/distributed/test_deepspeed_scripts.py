@@ -6,10 +6,12 @@ import ast
 import importlib.util
 import json
 import math
+import os
 import random
 import re
 import subprocess
 import sys
+import zipfile
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -20,9 +22,10 @@ import pytest
 import torch
 from fault_ranks import FaultRanks
 from torch import nn
-from warm import run_launcher, run_script
+from warm import WarmProcess, run_launcher, run_script
 
 import parallel3d as deepspeed
+from parallel3d.cli.deepspeed import write_wheel
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -55,10 +58,11 @@ def example(name: str) -> ModuleType:
     return module
 
 
-def batches(data: Any, size: int, epochs: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def batches(data: Any, size: int, epochs: int, shuffled: bool = True) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Yield the samples of each step, over all ranks."""
     shuffle = torch.Generator()
     orders = [torch.randperm(len(data), generator=shuffle.manual_seed(ORDER_SEED + epoch)) for epoch in range(epochs)]
+    orders = orders if shuffled else [torch.arange(len(data))] * epochs
     return [(data.images[part], data.labels[part]) for order in orders for part in order.split(size)]
 
 
@@ -74,14 +78,14 @@ STEPS = 40
 
 
 @cache
-def pipeline_losses() -> list[float]:
+def pipeline_losses(shuffled: bool) -> list[float]:
     """Plain PyTorch's, of whole batches."""
     module, config = example("deepspeed_pipeline"), json.loads((EXAMPLES / "deepspeed_pipeline.json").read_text())
     torch.manual_seed(SCRIPT_SEED)
     net = module.SmallAlexNet()
     optimizer = torch.optim.Adam(net.parameters(), **config["optimizer"]["params"])
     losses = []
-    for images, labels in batches(module.Pictures(2048), config["train_batch_size"], 2)[:STEPS]:
+    for images, labels in batches(module.Pictures(2048), config["train_batch_size"], 2, shuffled)[:STEPS]:
         loss = nn.functional.cross_entropy(net(images), labels)
         optimizer.zero_grad()
         loss.backward()
@@ -90,17 +94,42 @@ def pipeline_losses() -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(
-    ("launcher", "stages"), [(OURS, 2), (TORCHRUN, 0)], ids=["parallel3d pipe", "torchrun base line"]
-)
-def test_a_script_of_the_pipeline_tutorial(tmp_path: Path, full: bool, launcher: list[str], stages: int):
+def test_a_script_of_the_pipeline_tutorials_base_line(tmp_path: Path, full: bool):
     """Started by torchrun, or by a Python of its own, it is only with --full."""
-    launcher = launcher if full else OURS[FORKED] if launcher == OURS else WARM
-    arguments = ["-s", str(STEPS), "-p", str(stages), "--backend", "gloo"]
+    launcher = TORCHRUN if full else WARM
+    arguments = ["-s", str(STEPS), "-p", "0", "--backend", "gloo"]
     out = run(tmp_path, launcher, 2, "deepspeed_pipeline", EXAMPLES / "deepspeed_pipeline.json", *arguments)
     found = [float(loss) for loss in re.findall(rf"step: +\d+ / +{STEPS} loss: ([\d.]+)", out)]
-    assert found == pytest.approx(pipeline_losses(), abs=2e-3)
+    assert found == pytest.approx(pipeline_losses(shuffled=True), abs=2e-3)
     assert sum(found[-5:]) < 0.9 * sum(found[:5])
+
+
+# The imports of the pipeline tutorial's script, instead of the example's single one.
+IMPORTS = """import deepspeed
+import deepspeed.comm as dist
+from deepspeed.pipe import PipelineModule
+from deepspeed.utils import RepeatingLoader"""
+
+
+def test_the_tutorials_script_runs_unchanged_where_the_package_is_deepspeed(tmp_path: Path, full: bool):
+    """Started by the command deepspeed, which passes --local_rank; on four ranks only with --full."""
+    source = (EXAMPLES / "deepspeed_pipeline.py").read_text().replace("import torch.distributed as dist\n", "")
+    source = source.replace("import parallel3d as deepspeed", IMPORTS)
+    source = source.replace("deepspeed.pipe.Pipe", "Pipe").replace("deepspeed.utils.Rep", "Rep")
+    assert "parallel3d" not in source.split('"""')[2]
+    (tmp_path / "train.py").write_text(source)
+    with zipfile.ZipFile(write_wheel(tmp_path)) as wheel:
+        wheel.extractall(tmp_path)
+    config = str(EXAMPLES / "deepspeed_pipeline.json")
+    for ranks in (1, 2, 4) if full else (1, 2):
+        command = ["forked_ranks", "parallel3d.launcher.deepspeed", "--num_gpus", str(ranks), "train.py"]
+        process = WarmProcess(
+            tmp_path, dict(os.environ), *command, "--deepspeed_config", config, "-s", "10", "-p", str(ranks)
+        )
+        out, err = process.communicate(timeout=200)
+        assert process.returncode == 0, err
+        found = [float(loss) for loss in re.findall(r"step: +\d+ / +10 loss: ([\d.]+)", out)]
+        assert found == pytest.approx(pipeline_losses(shuffled=False)[:10], abs=2e-3)
 
 
 INTERVAL, SCALE = 10, 2.0**10

@@ -10,10 +10,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils.data import SequentialSampler, TensorDataset
 
 import parallel3d
 from parallel3d.deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from parallel3d.deepspeed.topology import PipeDataParallelTopology, PipelineParallelGrid
 from parallel3d.errors import ConfigError
+from parallel3d.pipe import PipelineModule
 
 SIZES = {"train_micro_batch_size_per_gpu": 2, "steps_per_print": float("inf")}
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
@@ -105,10 +108,92 @@ def test_scripts_find_deepspeeds_other_names(run_ranks, tmp_path: Path):
         assert found == [True] * 6
 
 
+def sum_gradients(stage: int, clipping: float) -> list[Tensor]:
+    """Return a gradient, its norm and an updated weight of replicas whose mean gradient is (1.5, 3)."""
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    config = {
+        **SIZES,
+        "gradient_allreduce_op": "SUM",
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": clipping,
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine, *_ = parallel3d.initialize(model=model, config=config, optimizer=optimizer)
+    engine.backward(engine(torch.tensor([1.0, 2.0]) * (dist.get_rank() + 1)).sum())
+    gradient = parallel3d.utils.safe_get_full_grad(model.weight)
+    engine.step()
+    return [gradient, engine.get_global_grad_norm(), model.weight.detach()]
+
+
+@pytest.mark.parametrize(("stage", "clipping"), [(0, 0.0), (2, 1.0)])
+def test_gradients_can_be_summed_over_replicas(run_ranks, stage: int, clipping: float):
+    wanted = torch.tensor([[3.0, 6.0]])
+    for gradient, norm, weight in run_ranks(2, sum_gradients, stage, clipping):
+        assert torch.equal(gradient, wanted)
+        torch.testing.assert_close(norm.item(), wanted.norm().item())
+        torch.testing.assert_close(weight, -wanted / (wanted.norm() if clipping else 1.0), rtol=1e-5, atol=1e-6)
+
+
+def choose_scheduler() -> tuple[str, list[str]]:
+    config = {**SIZES, **ADAM, "scheduler": {"type": "WarmupLR"}}
+    told = []
+    with pytest.warns(UserWarning, match="lr_scheduler= is used, and the configuration's scheduler WarmupLR is not"):
+        *_, used = parallel3d.initialize(
+            model=Loss(), config=config, lr_scheduler=lambda o: torch.optim.lr_scheduler.ConstantLR(o)
+        )
+    other = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(Loss().parameters(), lr=1.0))
+    for wrong in ({"lr_scheduler": other}, {"mesh_param": (1, 2)}):
+        with pytest.raises(ConfigError) as caught:
+            parallel3d.initialize(model=Loss(), config={**SIZES, **ADAM}, **wrong)
+        told.append(str(caught.value))
+    return type(used).__name__, told
+
+
+def test_the_callers_scheduler_is_used_unless_it_is_anothers(run_ranks):
+    [(used, (other, mesh))] = run_ranks(1, choose_scheduler)
+    assert used == "ConstantLR"
+    assert "is a ConstantLR of another optimizer than the engine's AdamW" in other
+    assert "2 ranks share a sequence" in mesh
+
+
+def use_a_pipelines_names() -> list[Any]:
+    """Recompute layers as initialize's configuration says, of a module that was built without one."""
+    module = PipelineModule([nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)], num_stages=2, loss_fn=nn.MSELoss())
+    config = {
+        **SIZES,
+        **ADAM,
+        "pipeline": {"activation_checkpoint_interval": 1, "seed_layers": True, "use_reentrant": True},
+    }
+    engine, *_ = parallel3d.initialize(model=module, config=config)
+    ran = []
+    for layer in module.layers.values():
+        layer.register_forward_pre_hook(lambda *_: ran.append(1))
+    engine.set_train_micro_batch_size(4)
+    data = TensorDataset(torch.randn(8, 8), torch.randn(8, 1))
+    loader = engine.deepspeed_io(data)
+    sampled = engine.deepspeed_io(data, route="eval", batch_size=8, data_sampler=SequentialSampler(data))
+    engine.train_batch(iter(loader))
+    grid = PipelineParallelGrid(topology=PipeDataParallelTopology(2, 1))
+    return [
+        len(ran) == 2 * len(module.layers),
+        (len(loader), len(sampled), engine.get_batch_info()) == (2, 1, (4, 4, 1)),
+        isinstance(engine, parallel3d.PipelineEngine),
+        (grid.pp_group, grid.dp_group, grid.is_first_stage) == ([0, 1], [dist.get_rank()], dist.get_rank() == 0),
+    ]
+
+
+def test_a_pipelines_scripts_find_deepspeeds_names(run_ranks):
+    for found in run_ranks(2, use_a_pipelines_names):
+        assert found == [True] * 4
+
+
 def skip() -> list[tuple[bool, bool]]:
     engine, optimizer, _, _ = parallel3d.initialize(
         model=Loss(), config={**SIZES, **ADAM, "fp16": {"enabled": True, "initial_scale_power": 2}}
     )
+    assert optimizer.loss_scaler.loss_scale == optimizer.loss_scale_config.cur_scale == engine.loss_scale() == 4.0
+    assert optimizer.dynamic_loss_scale
     told = []
     for scale in (1.0, float("inf"), 1.0):
         with pytest.warns(UserWarning, match="skipped") if scale > 1 else torch.enable_grad():

@@ -17,6 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import parallel3d
 from parallel3d.errors import DataError
+from parallel3d.pipe import PipelineModule
 from parallel3d.pipe.batch import MicroBatchSource
 from parallel3d.pipe.data import MicroBatchSampler, RepeatingLoader, ReplicaSamples
 
@@ -154,6 +155,15 @@ def test_a_loader_collates_the_samples_of_its_sampler():
         assert [labels.tolist() for _, labels in loader] == list(sampler)
     own = made_loader(data, collate_fn=lambda samples: [int(label) for _, label in samples])
     assert list(own) == list(MicroBatchSampler(8, 2, 0, 1, seed=3))
+
+
+def test_a_pipelines_samples_come_in_the_datasets_order_unless_it_is_to_shuffle():
+    data, config = TensorDataset(torch.arange(8.0), torch.arange(8)), {"train_micro_batch_size_per_gpu": 2, "seed": 3}
+    shuffled = list(MicroBatchSampler(8, 2, 0, 1, seed=3))
+    for chosen, wanted in ({}, [[0, 1], [2, 3], [4, 5], [6, 7]]), ({"dataloader_shuffle": True}, shuffled):
+        model = PipelineModule([nn.Linear(1, 1)], num_stages=1)
+        *_, loader, _ = parallel3d.initialize(model=model, training_data=data, config={**config, **chosen})
+        assert [labels.tolist() for _, labels in loader] == wanted
 
 
 def test_data_with_neither_length_nor_iterator_are_refused():

@@ -42,6 +42,34 @@ assert checkpointing is parallel3d.checkpointing and DeepSpeedEngine is parallel
 assert PipeModelDataParallelTopology is deepspeed.pipe.PipeModelDataParallelTopology
 assert get_accelerator().supported_dtypes() == [torch.float32, torch.bfloat16, torch.float16]
 assert get_accelerator().random() is torch.random
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.runtime import config as runtime_config
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+from deepspeed.runtime.utils import see_memory_usage
+from deepspeed.utils.groups import _get_sequence_parallel_world_size
+from deepspeed.utils.torch import required_torch_version
+assert PipelineEngine is deepspeed.PipelineEngine and issubclass(PipelineEngine, DeepSpeedEngine)
+assert (deepspeed.__version_major__, deepspeed.__version_minor__) == (0, 19)
+assert required_torch_version(min_version=2.1) and not required_torch_version(max_version="2.10")
+config = runtime_config.DeepSpeedConfig({{"train_batch_size": 8, "gradient_accumulation_steps": 2}})
+assert (config.train_micro_batch_size_per_gpu, config.gradient_allreduce_op) == (4, "mean")
+with deepspeed.OnDevice(dtype=torch.bfloat16):
+    layer = torch.nn.Linear(2, 2)
+assert (layer.weight.device.type, layer.weight.dtype) == ("meta", torch.bfloat16)
+assert torch.get_default_dtype() == torch.float32
+groups = split_params_into_different_moe_groups_for_optimizer({{"params": [layer.weight]}})
+assert groups == [{{"params": [layer.weight]}}]
+see_memory_usage("before", force=True)
+for absent in (MoE, UlyssesSPAttentionHF, _get_sequence_parallel_world_size):
+    assert not isinstance(layer, absent)
+    try:
+        absent(4)
+    except ValueError as error:
+        assert f"DeepSpeed's {{absent.__name__}} has no counterpart: " in str(error), error
+    else:
+        raise AssertionError(absent)
 row = torch.arange(6.0)[2:4]
 [kept] = clone_tensors_for_torch_save([row])
 assert kept.equal(row) and kept.untyped_storage().nbytes() == 8

@@ -20,7 +20,7 @@ def scales(settings: dict[str, Any], overflows: str) -> list[float]:
     found = []
     for step in overflows:
         scaler.update(step == "x")
-        found.append(scaler.scale)
+        found.append(scaler.cur_scale)
     return found
 
 
@@ -48,12 +48,12 @@ def test_the_scale_after_each_step(settings: dict[str, Any], overflows: str, exp
 
 def test_the_defaults_are_deepspeeds():
     scaler = LossScaler(Fp16Config(enabled=True))
-    assert scaler.scale == 2**16
+    assert scaler.cur_scale == 2**16
     for _ in range(999):
         scaler.update(False)
-    assert scaler.scale == 2**16
+    assert scaler.cur_scale == 2**16
     scaler.update(False)
-    assert scaler.scale == 2**17
+    assert scaler.cur_scale == 2**17
 
 
 def test_an_overflow_at_the_minimum_is_an_error_that_changes_nothing():
@@ -83,7 +83,7 @@ def test_a_saved_scaler_goes_on_as_it_would_have(overflows, cut, hysteresis, win
     for step in overflows[cut:]:
         second.update(step == "x")
     assert second.state_dict() == whole.state_dict()
-    doublings = whole.scale / 2.0**16
+    doublings = whole.cur_scale / 2.0**16
     assert doublings == 2.0 ** round(torch.tensor(doublings).log2().item())
 
 

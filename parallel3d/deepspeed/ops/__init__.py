@@ -7,3 +7,6 @@ configuration's `offload_optimizer` to say.
 from parallel3d.deepspeed.ops import adagrad, adam, lion
 
 __all__ = ["adagrad", "adam", "lion"]
+
+# DeepSpeed's operators, by the NAME of their builders, and whether there is one here.
+__compatible_ops__ = {"cpu_adam": True, "fused_adam": True, "fused_lamb": False, "utils": False}

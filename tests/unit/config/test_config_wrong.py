@@ -105,7 +105,7 @@ WRONG = [
         "step is cpu, but state on nvme passes through the device",
     ),
     ({"elasticity": {"enabled": True}}, "set elasticity.enabled to false"),
-    ({"gradient_allreduce_op": "sum"}, 'remove it or set it to "mean"'),
+    ({"gradient_allreduce_op": "max"}, 'gradient_allreduce_op is \'max\': give "mean" over the replicas, or "sum"'),
     # precision
     (
         {"fp16": {"enabled": True}, "bf16": {"enabled": True}},

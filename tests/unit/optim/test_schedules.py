@@ -300,6 +300,17 @@ def test_groups_added_later_keep_their_rate():
     assert rates(optimizer)[2] == 7.0
 
 
+def test_one_cycle_tells_the_largest_momentum_before_the_first_step_which_trains_with_the_smallest():
+    schedule = build_scheduler("OneCycle", make_optimizer(), {**CYCLE, "cycle_min_mom": 0.8, "cycle_max_mom": 0.95})
+    assert {mom for mom, _ in schedule.get_mom()} == {0.95}
+    assert {group["betas"][0] for group in schedule.optimizer.param_groups} == {0.8}
+
+
+def test_warmups_tell_their_length_and_kind():
+    schedule = build_scheduler("WarmupCosineLR", make_optimizer(), {"total_num_steps": 9, "warmup_num_steps": 1})
+    assert (schedule.warmup_num_steps, schedule.warmup_type) == (2, "log")
+
+
 def test_one_cycle_leaves_an_optimizer_without_betas_its_momentum():
     with pytest.warns(UserWarning, match="leaves the momentum of SGD alone"):
         schedule = build_scheduler("OneCycle", make_optimizer(torch.optim.SGD), CYCLE)

@@ -1,1 +1,0 @@
-"""`deepspeed.checkpoint`, as libraries name it."""

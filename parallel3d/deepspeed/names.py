@@ -1,0 +1,121 @@
+"""Small names of DeepSpeed's modules, and names that have no counterpart here; aliases.py says in which module each is found.
+
+A name without a counterpart can be imported: no object is an instance of it, and calling it raises ConfigError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.torch_version import TorchVersion
+from torch.utils._pytree import tree_map_only
+
+from parallel3d.comm.environment import get_world_size
+from parallel3d.config import Config, batch_sizes, load
+from parallel3d.config.zero import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
+from parallel3d.errors import ConfigError
+
+ADAM_OPTIMIZER = "adam"
+DeepSpeedZeroConfig = ZeroConfig
+DeepSpeedZeroOffloadOptimizerConfig = OffloadOptimizerConfig
+DeepSpeedZeroOffloadParamConfig = OffloadParamConfig
+DeepSpeedConfigError = ConfigError
+
+torch_info = {
+    "version": ".".join(torch.__version__.split(".")[:2]),
+    "cuda_version": torch.version.cuda or "0.0",
+    "nccl_version": ".".join(map(str, torch.cuda.nccl.version()[:2])) if torch.cuda.is_available() else "0.0",
+    "hip_version": "0.0",
+}
+
+_NO_EXPERTS = "experts are not distributed; use a model whose experts are plain modules, such as Mixtral"
+_NO_WRAPPER = "engine.optimizer is torch's own; utils.safe_get_full_optimizer_state reads the state that is sharded"
+_NO_ENGINE = (
+    "engines train, and evaluate by engine.eval_batch or engine(...); generate with the module that save_hf writes"
+)
+_NO_SEQUENCES = "attention is not sharded along the sequence; tensor_parallel.sequence_parallel shards the norms"
+_NO_FILES = "checkpoints are safetensors files; read them by `p3d ckpt`, or by engine.load_checkpoint"
+_NO_BUILDER = "kernels are PyTorch's, or this package's own, which `p3d kernels build` compiles"
+_NO_COUNTERPART = {
+    "MoE": _NO_EXPERTS,
+    **dict.fromkeys(("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer"), _NO_WRAPPER),
+    **dict.fromkeys(("FP16_Optimizer", "FP16_UnfusedOptimizer", "DeepSpeedOptimizer"), _NO_WRAPPER),
+    **dict.fromkeys(("init_inference", "InferenceEngine", "DeepSpeedHybridEngine"), _NO_ENGINE),
+    **dict.fromkeys(("UlyssesSPAttentionHF", "UlyssesSPDataLoaderAdapter", "DistributedAttention"), _NO_SEQUENCES),
+    **dict.fromkeys((f"_get_sequence_parallel_{what}" for what in ("group", "rank", "world_size")), _NO_SEQUENCES),
+    **dict.fromkeys(("TorchCheckpointEngine", "get_model_ckpt_name_for_rank"), _NO_FILES),
+    "MultiNodeRunner": "the command deepspeed itself starts the nodes, by ssh or with --no_ssh on each",
+}
+_BUILDERS = {"CPUAdam": "cpu_adam", "FusedAdam": "fused_adam", "FusedLamb": "fused_lamb", "Utils": "utils"}
+
+
+def _absent(name: str, remedy: str, **attributes: str) -> type:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ConfigError(f"DeepSpeed's {name} has no counterpart: {remedy}")
+
+    return type(name, (), {"__new__": refuse, "__doc__": f"No object is a {name}: {remedy}.", **attributes})
+
+
+globals().update({_name: _absent(_name, _remedy) for _name, _remedy in _NO_COUNTERPART.items()})
+globals().update(
+    {f"{_name}Builder": _absent(f"{_name}Builder", _NO_BUILDER, NAME=_key) for _name, _key in _BUILDERS.items()}
+)
+
+
+def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
+    """Return whether PyTorch's version is within these limits, each of which may be None."""
+    own = TorchVersion(torch.__version__)
+    return (min_version is None or own >= str(min_version)) and (max_version is None or own <= str(max_version))
+
+
+def split_params_into_different_moe_groups_for_optimizer(
+    param_groups: Mapping[str, Any] | list[Mapping[str, Any]] | tuple[Mapping[str, Any], ...], max_group_size: float = 0
+) -> list[Mapping[str, Any]]:
+    """Return the parameter groups as a list. Raises ConfigError for parameters of DeepSpeed's expert parallelism."""
+    groups = [param_groups] if isinstance(param_groups, Mapping) else list(param_groups)
+    if any(not getattr(p, "allreduce", True) for group in groups for p in group["params"]):
+        raise ConfigError(f"a parameter is marked as an expert's by allreduce=False: {_NO_EXPERTS}")
+    return groups
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """Return a copy of nested containers whose tensors own their memory, so that torch.save writes no more than them."""
+    return tree_map_only(torch.Tensor, lambda t: t.detach().clone().to(device), item)
+
+
+@contextmanager
+def OnDevice(dtype: torch.dtype, device: str = "meta", enabled: bool = True) -> Iterator[None]:
+    """Make tensors and modules inside on `device`, and with `dtype` as the default."""
+    if not enabled:
+        yield
+        return
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def DeepSpeedConfig(config: str | Path | Mapping[str, Any], mpu: Any = None, mesh_device: Any = None) -> Config:
+    """Return the configuration with its three batch sizes, for the replicas of `mpu`, or else of the world."""
+    settings = load(config)
+    replicas = get_world_size() if mpu is None else mpu.get_data_parallel_world_size()
+    sizes = batch_sizes(settings, pipe=1, data=replicas, model=1)
+    return settings.model_copy(
+        update={
+            "train_batch_size": sizes.train_batch_size,
+            "train_micro_batch_size_per_gpu": sizes.micro_batch_size,
+            "gradient_accumulation_steps": sizes.num_micro_batches,
+        }
+    )
+
+
+def get_bfloat16_config(config: Mapping[str, Any]) -> Any:
+    """Return the section bf16 of a configuration."""
+    return load(config).bf16
