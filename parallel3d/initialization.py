@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from parallel3d.comm.environment import init_distributed, local_device
 from parallel3d.config import BatchSizes, Config, batch_sizes, load
@@ -217,7 +217,7 @@ def _make_loader(
     groups = model.groups
     own = sizes.micro_batch_size, groups.coordinate("data"), groups.data.size, sizes.num_micro_batches
     options: dict[str, Any] = {"collate_fn": collate_fn, "pin_memory": model.device.type == "cuda"}
-    if not isinstance(data, Sized):
+    if not isinstance(data, Sized) or isinstance(data, IterableDataset):
         if not hasattr(data, "__iter__"):
             raise DataError(
                 f"training_data {type(data).__name__} has neither a length nor __iter__; give it one of them"

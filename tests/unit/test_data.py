@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parallel3d.utils import RepeatingLoader as FromUtils
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import parallel3d
@@ -154,6 +154,20 @@ def test_a_loader_collates_the_samples_of_its_sampler():
         assert [labels.tolist() for _, labels in loader] == list(sampler)
     own = made_loader(data, collate_fn=lambda samples: [int(label) for _, label in samples])
     assert list(own) == list(MicroBatchSampler(8, 2, 0, 1, seed=3))
+
+
+class Counted(IterableDataset[int]):
+    """A stream that knows its length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+    def __len__(self) -> int:
+        return 5
+
+
+def test_a_stream_that_knows_its_length_is_read_in_its_own_order():
+    assert [batch.tolist() for batch in made_loader(Counted())] == [[0, 1], [2, 3]]
 
 
 def test_data_with_neither_length_nor_iterator_are_refused():
