@@ -2,6 +2,7 @@
 
 parallel3d --num_procs pp2,dp2 examples/finetune_hf.py --layout pp2,dp2            # a small new Llama, on the CPU
 parallel3d --num_procs pp2,dp2 examples/finetune_hf.py --layout pp2,dp2 --lora 8   # adapters alone
+hf download Qwen/Qwen2.5-0.5B
 parallel3d --num_gpus 4 examples/finetune_hf.py --layout pp2,dp2,zero1 --model Qwen/Qwen2.5-0.5B --text docs
 
 A file is a document. Documents are packed into rows of --seq tokens, in which they don't attend to each other. Without --model
@@ -85,8 +86,9 @@ def make_config(args: argparse.Namespace, layout: Layout) -> dict[str, Any]:
         "bf16": {"enabled": torch.cuda.is_available()},
         "zero_optimization": {"stage": layout.zero or 0},
         "tensor_parallel": {"size": layout.tensor_ranks, "sequence_parallel": layout.sequence_parallel},
-        # Layers of transformers get a mask only where it masks something.
-        "pipeline": {"stages": layout.stages, "shapes": "dynamic" if args.lora else "static"},
+        # Layers of transformers get a mask only where it masks something: shapes differ.
+        "pipeline": {"stages": layout.stages, "shapes": "dynamic"},
+        "dataloader_shuffle": True,
         "steps_per_print": None,
     }
 

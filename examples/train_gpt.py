@@ -77,6 +77,7 @@ def make_config(args: argparse.Namespace, layout: Layout) -> dict[str, Any]:
         "gradient_clipping": 1.0,
         "steps_per_print": None,
         "seed": args.seed,
+        "dataloader_shuffle": True,
         "zero_optimization": {"stage": layout.zero or 0},
         "tensor_parallel": {"size": layout.tensor_ranks, "sequence_parallel": layout.sequence_parallel},
         "pipeline": {

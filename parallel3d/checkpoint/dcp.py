@@ -113,6 +113,11 @@ def read_dcp(directory: Path, weights_only: bool = False) -> WholeCheckpoint:
                 tensors[f"{OPTIMIZER}{match[3]}/{match[2]}"] = value
         elif name.startswith(prefix):
             tensors[MODEL + name.removeprefix(prefix)] = value
+        else:
+            raise CheckpointError(
+                f'{directory} has weights {prefix}* and {name!r}; save them as {{"model": model.state_dict()}}, and no other '
+                "tensors but the optimizer's"
+            )
     trained = sorted({name.split("/", 2)[2] for name in tensors if name.startswith(OPTIMIZER)})
     if unknown := [name for name in trained if MODEL + name not in tensors]:
         raise CheckpointError(

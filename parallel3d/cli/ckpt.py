@@ -165,15 +165,12 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _import(options: argparse.Namespace) -> int:
-    source: Path = options.source
-    if is_dcp(source):
-        whole = read_dcp(source, options.weights_only)
-    else:
-        tag = options.tag or (None if is_deepspeed(source) else latest_tag(source))
-        source = source / tag if tag else source
-        if not is_deepspeed(source):
-            raise CheckpointError(f"{source} holds no checkpoint of DeepSpeed's or torch.distributed.checkpoint's")
-        whole = read_deepspeed(source, options.weights_only)
+    source: Path = options.source.absolute()  # so that `.` has a name
+    tag = options.tag or (None if is_dcp(source) or is_deepspeed(source) else latest_tag(source))
+    source = source / tag if tag else source
+    if not (is_dcp(source) or is_deepspeed(source)):
+        raise CheckpointError(f"{source} holds no checkpoint of DeepSpeed's or torch.distributed.checkpoint's")
+    whole = (read_dcp if is_dcp(source) else read_deepspeed)(source, options.weights_only)
     for reason in whole.write(options.target, source.name):
         print(f"left out: {reason}")
     weights = sum(name.startswith(MODEL) for name in whole.tensors)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm.collectives import all_gather_object, all_reduce_max, broadcast
-from parallel3d.errors import ConfigError
+from parallel3d.errors import ConfigError, DataError
 from parallel3d.models.sliced import SlicedLogits
 from parallel3d.pipe.batch import signature
 from parallel3d.pipe.module import PipelineModule
@@ -130,6 +130,12 @@ def _agree(module: PipelineModule, request: Request) -> None:
         problem: str | None = f"{unknown[0]} keeps no keys and values; generate by layers of models.from_hf or decoder"
     else:
         problem = request.problem(next((layer.max_positions for layer in layers.values()), None))
+    first: Any = layers.get("0")
+    if problem is None and hasattr(first, "check_inputs"):
+        try:
+            first.check_inputs(request.input_ids)
+        except DataError as error:
+            problem = str(error)
     mine = (groups.coordinate("data"), request.digest()), (request.max_new_tokens, request.ends), problem
     replicas, common, problems = zip(*all_gather_object(mine, groups.control), strict=True)
     if found := next(filter(None, problems), None):
@@ -144,9 +150,9 @@ def _agree(module: PipelineModule, request: Request) -> None:
 def _continue(module: PipelineModule, forward: Forward, together: bool, request: Request, length: int) -> Tensor:
     """Append tokens until there are `length`, or all prompts of this replica, or with `together` of all, have ended."""
     device, ends = module.device, request.ends
-    seed = int(torch.randint(2**62, ())) if request.seed is None else request.seed
-    generator = torch.Generator(device).manual_seed(seed)
-    tokens, mask = request.input_ids.to(device), request.attention_mask
+    draws = request.do_sample and request.seed is None  # else torch's generator stays as it is
+    generator = torch.Generator(device).manual_seed(int(torch.randint(2**62, ())) if draws else request.seed or 0)
+    tokens, mask = request.input_ids.to(device, torch.int64), request.attention_mask
     mask = None if mask is None or mask.all() else mask.to(device).long()
     unfinished = torch.ones(len(tokens), dtype=torch.bool, device=device)
     seen, end, others = 0, length, module.groups.data if together else module.groups.alone()

@@ -25,12 +25,14 @@ class PackedDocuments(IterableDataset[tuple[dict[str, Tensor], Tensor]]):
     - documents: sequences of token ids, or mappings with "input_ids" and, in the convention of transformers (-100 where a token
       is not to be learned, as in a prompt), "labels". Iterated anew in each epoch.
 
-    Raises DataError for a document with another number of labels than tokens.
+    Raises DataError for a length below 1, and for a document with another number of labels than tokens.
     """
 
     def __init__(
         self, documents: Iterable[Sequence[int] | Mapping[str, Sequence[int]]], length: int, pad_token_id: int = 0
     ):
+        if length < 1:
+            raise DataError(f"rows of {length} tokens hold no document; give a length of 1 or more")
         self._documents, self._length, self._pad = documents, length, pad_token_id
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence, Sized
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from parallel3d.comm.collectives import all_gather_integers
 from parallel3d.comm.groups import ProcessGroups
@@ -205,7 +205,7 @@ def make_loader(
     groups, chosen = model.groups, config.dataloader_shuffle
     own = sizes.micro_batch_size, groups.coordinate("data"), groups.data.size, sizes.num_micro_batches
     options: dict[str, Any] = {"collate_fn": collate_fn, "pin_memory": model.device.type == "cuda"}
-    if not isinstance(data, Sized):
+    if not isinstance(data, Sized) or isinstance(data, IterableDataset):
         if not hasattr(data, "__iter__"):
             raise DataError(
                 f"training_data {type(data).__name__} has neither a length nor __iter__; give it one of them"

@@ -18,7 +18,7 @@ from parallel3d.errors import CommunicationError
 # (chunk that sends, signature of the micro-batch's inputs, training)
 Key = tuple[int, int, bool]
 
-# Number of batches with inputs of a new structure whose messages go through the host.
+# Number of batches with inputs of a new structure whose messages go through the host, in training and in evaluation each.
 _MAX_HOST_BATCHES = 8
 
 # Maximum number of structures kept for each chunk: inputs with a value that always changes have a new signature each time.
@@ -62,7 +62,7 @@ class Messages:
         self._in_transit: list[tuple[StorageWeakRef, int]] | None = None
         self._seen: set[tuple[int, bool]] = set()
         self._used = self._broken = False
-        self._num_host_batches = 0
+        self._num_host_batches = {True: 0, False: 0}
 
     def begin(self, signatures: Sequence[int], training: bool) -> None:
         """Begin a batch of micro-batches with these signatures. Raises CommunicationError after a batch that was aborted.
@@ -79,9 +79,9 @@ class Messages:
             )
         self._used = False
         new = {(signature, training) for signature in signatures} - self._seen
-        through_host = bool(new) and self._num_host_batches < _MAX_HOST_BATCHES
+        through_host = bool(new) and self._num_host_batches[training] < _MAX_HOST_BATCHES
         if through_host:
-            self._num_host_batches += 1
+            self._num_host_batches[training] += 1
             self._seen |= new
         self._transport.use_host(through_host)
 

@@ -107,8 +107,8 @@ def test_every_layout_says_what_transformers_says(run_ranks, full: bool):
                 assert set(lengths) == {SEQ, 1}
 
 
-def refusals() -> tuple[list[str], Tensor]:
-    """Return the errors of bad requests on one of 2 stages; also what a model that is no pipeline generates."""
+def refusals() -> tuple[list[str], list[Tensor]]:
+    """Return the errors of bad requests on one of 2 stages; also what it, and a model that is no pipeline, generate."""
     ids, engine = token_ids(2, 4), make_engine(make_model("gpt2"), 2)
     rank = engine.global_rank
     cases: list[dict[str, Any]] = [
@@ -120,19 +120,24 @@ def refusals() -> tuple[list[str], Tensor]:
         {"attention_mask": torch.tensor([[1, 1, 1, 0]] * 2)},
         {"seed": rank},
         {"num_beam": 2},
+        {"input_ids": ids.clone().fill_(VOCAB)},
     ]
     told = []
     for case in cases:
         with pytest.raises(ConfigError) as error:
             engine.generate(**{"input_ids": ids, "max_new_tokens": 2} | case)
         told.append(str(error.value))
+    state = torch.get_rng_state()
+    generated = [engine.generate(ids.int(), max_new_tokens=3)]
+    assert torch.equal(state, torch.get_rng_state())  # nothing was drawn
     module = PipelineModule([nn.Embedding(9, 9), nn.Linear(9, 9)], num_stages=2)
     config = {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"size": 1}}
     with pytest.raises(ConfigError) as error:
         parallel3d.initialize(model=module, config=config)[0].generate(ids, max_new_tokens=2)
     whole = parallel3d.initialize(model=make_model("gpt2"), config=config)[0]
     mask = torch.ones_like(ids)
-    return [*told, str(error.value)], whole.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
+    generated.append(whole.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False))
+    return [*told, str(error.value)], generated
 
 
 def test_bad_requests_are_refused_on_all_ranks_with_the_remedy(run_ranks):
@@ -145,9 +150,12 @@ def test_bad_requests_are_refused_on_all_ranks_with_the_remedy(run_ranks):
         "attention_mask [2, 4] of input_ids [2, 4]: give one of the same shape whose last column is 1",
         "the ranks were told to generate different things; give all stages",
         "generate has no 'num_beam'.",
+        f"there is a token id {VOCAB}, but the model has words 0 to {VOCAB - 1}",
         "keeps no keys and values; generate by layers of models.from_hf or decoder",
     ]
     ids = token_ids(2, 4)
     for told, generated in run_ranks(2, refusals):
         assert [text for text, part in zip(told, wanted, strict=True) if part not in text] == []
-        assert torch.equal(generated, by_transformers(make_model("gpt2"), ids, max_new_tokens=3))
+        assert torch.equal(
+            torch.stack(generated), by_transformers(make_model("gpt2"), ids, max_new_tokens=3).repeat(2, 1, 1)
+        )

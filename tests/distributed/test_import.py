@@ -256,7 +256,10 @@ class Bomb:
 
 
 def test_damaged_files_of_dcp_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    dcp.save({"model": {"a": torch.ones(2)}}, checkpoint_id=tmp_path / "bad", no_dist=True)
+    weights = {"model.a": torch.ones(2), "head": torch.ones(1)}
+    dcp.save(weights, checkpoint_id=tmp_path / "bad", no_dist=True)
+    assert main(["ckpt", "import", str(tmp_path), str(tmp_path / "ours"), "--tag", "bad"]) == 2
+    assert "has weights model.* and 'head'" in capsys.readouterr().err
     (tmp_path / "bad" / "__0_0.distcp").unlink()
     assert main(["ckpt", "import", str(tmp_path / "bad"), str(tmp_path / "ours")]) == 2
     assert "__0_0.distcp" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parallel3d.utils import RepeatingLoader as FromUtils
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import parallel3d
@@ -164,6 +164,20 @@ def test_a_pipelines_samples_come_in_the_datasets_order_unless_it_is_to_shuffle(
         model = PipelineModule([nn.Linear(1, 1)], num_stages=1)
         *_, loader, _ = parallel3d.initialize(model=model, training_data=data, config={**config, **chosen})
         assert [labels.tolist() for _, labels in loader] == wanted
+
+
+class Counted(IterableDataset[int]):
+    """A stream that knows its length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+    def __len__(self) -> int:
+        return 5
+
+
+def test_a_stream_that_knows_its_length_is_read_in_its_own_order():
+    assert [batch.tolist() for batch in made_loader(Counted())] == [[0, 1], [2, 3]]
 
 
 def test_data_with_neither_length_nor_iterator_are_refused():

@@ -40,3 +40,5 @@ def test_labels_of_a_prompt_are_not_learned():
     assert labels.tolist() == [-100, 7, 8, -100, 2, -100]
     with pytest.raises(DataError, match="a document has 2 tokens, but 1 labels"):
         next(iter(PackedDocuments([{"input_ids": [1, 2], "labels": [1]}], 4)))
+    with pytest.raises(DataError, match="rows of 0 tokens"):
+        PackedDocuments([[1, 2]], 0)

@@ -358,13 +358,14 @@ def test_a_batch_with_inputs_of_a_new_structure_goes_through_the_host():
     ]:
         messages.begin(signatures, training)
         assert end.by_host is through_host
-    # But not for ever, should every batch be unlike all before.
-    found = []
-    for unlike in range(100, 130):
-        messages.begin([unlike], True)
-        found.append(end.by_host)
-    assert found == sorted(found, reverse=True)
-    assert 0 < sum(found) < 10
+    # But not for ever, should every batch be unlike all before. A generation, in evaluation, leaves training its own.
+    for training in (False, True):
+        found = []
+        for unlike in range(100, 130):
+            messages.begin([unlike], training)
+            found.append(end.by_host)
+        assert found == sorted(found, reverse=True)
+        assert 0 < sum(found) < 10
 
 
 def test_after_a_batch_that_broke_off_amid_messages_no_other_begins():
