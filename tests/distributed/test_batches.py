@@ -815,7 +815,8 @@ class TrainedLoss(nn.Module):
         ({"partition_method": [0, 4]}, {"partition": [0, 4]}, {}, None),
         ({"partition_method": {"weights": [1, 2, 3, 4]}}, {"partition": {"weights": [1, 2, 3, 4]}}, {}, None),
         ({"activation_checkpoint_interval": 1}, {"activation_checkpoint_interval": 2}, {}, "ConfigError"),
-        ({"seed_layers": False}, {"seed_layers": True}, {}, "ConfigError: pipeline.seed_layers is True"),
+        ({"seed_layers": True}, {"seed_layers": False}, {}, "ConfigError: pipeline.seed_layers is False"),
+        ({"seed_layers": False}, {"seed_layers": True}, {}, None),  # random masks are seeded by layer anyway
         ({}, {"schedule": [["F0@0", "B0@0"]]}, {}, "ScheduleError: schedule 'custom' is written for 1 micro-batches"),
         ({}, {"schedule": [["F0@0", "F1@0", "B0@0", "B0@0"]]}, {}, "ScheduleError: B0@0 occurs 2 times"),
         ({}, {"schedule": [["F0@0", "I0@0", "W0@0", "F1@0", "B1@0"]]}, {}, None),
