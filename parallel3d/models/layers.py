@@ -178,8 +178,9 @@ def normalized(norm: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
 def check_tokens(inputs: Any, vocab_size: int) -> None:
     """Raise DataError for token ids on the host, alone or as input_ids, that are outside of a model's vocabulary."""
     ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
-    if isinstance(ids, Tensor) and ids.device.type == "cpu" and ids.numel():
-        low, high = (int(value) for value in torch.aminmax(ids))
+    if isinstance(ids, Tensor) and ids.device.type == "cpu" and ids.numel() and not ids.is_floating_point():
+        values = ids.numpy()
+        low, high = values.min(), values.max()
         if low < 0 or high >= vocab_size:
             raise DataError(
                 f"there is a token id {low if low < 0 else high}, but the model has words 0 to {vocab_size - 1}; use the "
