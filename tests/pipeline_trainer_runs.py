@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trainer_runs import SAVED, STEPS, forget_state, with_adapters
+from trainer_runs import ARGUMENTS, SAVED, forget_state, with_adapters
 
 PADDING = 0
 
@@ -56,26 +56,12 @@ def train(model: Path, out: Path, config: dict[str, Any] | None, replicas: int, 
         per_device_train_batch_size=2,
         per_device_eval_batch_size=4 // replicas,
         gradient_accumulation_steps=4 // replicas,
-        max_steps=STEPS,
-        learning_rate=1e-2,
         weight_decay=0.1,
         warmup_steps=1,
-        logging_steps=1,
-        save_steps=SAVED,
-        eval_strategy="steps",
-        eval_steps=SAVED,
-        load_best_model_at_end=True,
-        metric_for_best_model="eval_loss",
         include_num_input_tokens_seen="all",
         remove_unused_columns=False,
-        report_to=[],
         deepspeed=config,
-        use_cpu=True,
-        ddp_backend="gloo",
-        disable_tqdm=True,
-        log_level="error",
-        seed=0,
-        **options.get("arguments", {}),
+        **{**ARGUMENTS, **options.get("arguments", {})},
     )
 
     class Trainer(PipelineTrainer, transformers.Trainer):

@@ -21,6 +21,23 @@ STEPS, SAVED = 4, 2
 # What DeepSpeed's WarmupDecayLR with 2 steps of warmup multiplies the rate of each step with; the last is in no step.
 RATES = (0.0, 0.0, 1.0, 1.0, 0.5)
 NOT_RESUMED = ("rates", "memory", "twice")
+# Of each Trainer's TrainingArguments.
+ARGUMENTS: dict[str, Any] = {
+    "max_steps": STEPS,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "save_steps": SAVED,
+    "eval_strategy": "steps",
+    "eval_steps": SAVED,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "eval_loss",
+    "report_to": [],
+    "use_cpu": True,
+    "ddp_backend": "gloo",
+    "disable_tqdm": True,
+    "log_level": "error",
+    "seed": 0,
+}
 
 
 def model_directory(directory: Path) -> Path:
@@ -177,21 +194,8 @@ def train(model: Path, out: Path, config: dict[str, Any] | None, kind: str, resu
         per_device_train_batch_size=3 if kind == "memory" else 2,
         auto_find_batch_size=kind == "memory",
         gradient_accumulation_steps=4 // int(os.environ["WORLD_SIZE"]),
-        max_steps=STEPS,
-        learning_rate=1e-2,
-        logging_steps=1,
-        save_steps=SAVED,
-        eval_strategy="steps",
-        eval_steps=SAVED,
-        load_best_model_at_end=True,
-        metric_for_best_model="eval_loss",
-        report_to=[],
         deepspeed=config,
-        use_cpu=True,
-        ddp_backend="gloo",
-        disable_tqdm=True,
-        log_level="error",
-        seed=0,
+        **ARGUMENTS,
     )
     own = AutoModelForCausalLM.from_pretrained(model)
     changes = {"adapters": with_adapters, "memory": with_little_memory}

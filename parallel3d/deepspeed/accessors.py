@@ -343,7 +343,8 @@ class DeepSpeedEngine(Engine):
         Keys and values are kept: each step runs the new token alone. Collective. Raises ConfigError on all ranks.
         """
         if self.module is not self.pipeline_module:
-            return self.module.generate(*inputs, **options)  # type: ignore[operator]
+            own: Any = self.module
+            return own.generate(*inputs, **options)
         self.update.parking.check("lp_params")
         known = [field.name for field in fields(Request)]
         for name in options:

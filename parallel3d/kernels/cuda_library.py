@@ -105,7 +105,7 @@ def _compile(nvcc: str, sources: list[str], target: Path) -> None:
     command = [nvcc, *_FLAGS, *sources, "-o", str(target)]
     try:
         # The compiler is named by the user's environment, and its arguments by this file.
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)  # noqa: S603
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)  # noqa: S603 (nvcc)
     except subprocess.TimeoutExpired as error:
         raise KernelError(f"{nvcc} took more than {_TIMEOUT_S} s; see what else the host is busy with") from error
     if done.returncode:

@@ -88,7 +88,7 @@ class SymmetricWorkspace:
     """
 
     def __init__(self, shared: Mapped, group: Group, device: torch.device, key: str):
-        self.library, self.group, self.device, self.limit_s = load_library(), group, device, LIMIT_S
+        self.compiled, self.group, self.device, self.limit_s = load_library(), group, device, LIMIT_S
         self._key, self._shared = key, shared
         bases = shared.buffers()
         self.pads, self.staging = addresses(bases), addresses([base + PAD_BYTES for base in bases])
@@ -205,7 +205,7 @@ class PeerKernel(ABC):
 
     def __init__(self, workspace: SymmetricWorkspace):
         self.workspace = workspace
-        threads = int(workspace.library.p3d_all_reduce_threads())
+        threads = int(workspace.compiled.p3d_all_reduce_threads())
         self._calls = lru_cache(1024)(partial(self.calls, world_size=workspace.group.size, threads=threads))
 
     @classmethod
@@ -252,8 +252,8 @@ class PeerKernel(ABC):
         workspace, name = self.workspace, f"p3d_{self.key}"
         shared = (workspace.staging, workspace.pads, workspace.state, workspace.report)
         limits, launch = (self.half_bytes, int(workspace.limit_s * 1e9)), (call.blocks, workspace.device.index, stream)
-        status = getattr(workspace.library, name)(*arguments, *shared, *limits, *launch)
-        check(workspace.library, name, status)
+        status = getattr(workspace.compiled, name)(*arguments, *shared, *limits, *launch)
+        check(workspace.compiled, name, status)
 
 
 def warn_unavailable(groups: ProcessGroups, key: str, reason: Unavailable, instead: str) -> None:

@@ -48,7 +48,7 @@ class Library:
 def workspace() -> SymmetricWorkspace:
     workspace = object.__new__(SymmetricWorkspace)
     parts = {
-        "library": Library(),
+        "compiled": Library(),
         "group": SimpleNamespace(size=WORLD, index=1, ranks=(0, 1)),
         "device": SimpleNamespace(index=3),
         "limit_s": 2.0,
@@ -65,7 +65,7 @@ def workspace() -> SymmetricWorkspace:
 def test_an_all_reduce_of_two_calls(workspace: SymmetricWorkspace) -> None:
     x = torch.zeros(HALF_BYTES // 4 + 5)
     AllReduce(workspace).sum_into(x, x)
-    first, second = cast(Any, workspace.library).calls
+    first, second = cast(Any, workspace.compiled).calls
     assert first[:7] == (1, 0, WORLD, 1, x.data_ptr(), x.data_ptr(), HALF_BYTES // 4)
     assert second[:7] == (0, 0, WORLD, 1, x.data_ptr() + HALF_BYTES, x.data_ptr() + HALF_BYTES, 5)
     assert second[7][:WORLD] + second[8][:WORLD] == [100, 200, 10, 20]
@@ -77,7 +77,7 @@ def test_a_reduce_scatter_that_accumulates(workspace: SymmetricWorkspace) -> Non
     whole, output = torch.zeros(WORLD * 6), torch.zeros(6)
     squares = torch.ones(kernel.squares_size(6, torch.bfloat16), dtype=torch.float64)
     kernel.reduce_into(output, whole, torch.bfloat16, True, squares)
-    (call,) = cast(Any, workspace.library).calls
+    (call,) = cast(Any, workspace.compiled).calls
     assert call[:7] == (2, 1, WORLD, 1, whole.data_ptr(), output.data_ptr(), squares.data_ptr())
     assert call[7:10] == (6, 6, 1)
     assert call[12:] == (7, 8, 64 * 2**20, 2 * 10**9, 1, 3, 9)
@@ -87,7 +87,7 @@ def test_a_reduce_scatter_that_accumulates(workspace: SymmetricWorkspace) -> Non
 def test_a_step_that_writes_the_weights_of_all_replicas(
     workspace: SymmetricWorkspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_adamw, "load_library", lambda: workspace.library)
+    monkeypatch.setattr(fused_adamw, "load_library", lambda: workspace.compiled)
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
     infos = [ParameterInfo("layers.0.weight", nn.Parameter(torch.ones(40)), (0,))]
     (bucket,) = make_buckets(infos, ZeroPolicy(1, 1 << 20, torch.bfloat16), Group((0, 1), None), 0)
@@ -97,7 +97,7 @@ def test_a_step_that_writes_the_weights_of_all_replicas(
     divisor, skip = torch.tensor(2.0, dtype=torch.float64), torch.tensor(False)
     assert kernel.writes_peers(bucket)
     kernel.step([bucket], set(), divisor, skip)
-    (call,) = cast(Any, workspace.library).calls
+    (call,) = cast(Any, workspace.compiled).calls
     assert call[:4] == (2, 1, WORLD, 1)
     assert call[5] == piece.master.numel() // 8
     assert call[7:11] == (1, divisor.data_ptr(), skip.data_ptr(), 0)
