@@ -5,17 +5,16 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import random
 import re
 import signal
-import socket
 import sys
 import time
-from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from warm import WarmProcess
 
@@ -142,43 +141,39 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("amid", ["a save", "anything"] if metafunc.config.getoption("full") else ["a save"])
 
 
-def free_port() -> int:
-    """One that the system gives to nobody who asks for any, so that it is still free when a node listens there."""
-    for port in random.sample(range(20000, 32000), 100):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("a hundred ports are taken")
-
-
 def test_a_lost_node_leaves_fewer_replicas(tmp_path: Path, amid: str):
     """Two agents of torchrun stand for two nodes; one is killed with its rank."""
     script, losses = tmp_path / "train.py", tmp_path / "losses"
     script.write_text(TRAINING)
-    port = free_port()
-    # Quicker than by default, and yet not on a busy machine: a node counts as lost after 5 s, and late 2 s after the first.
-    quick = "join_timeout=60,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5"
-    torchrun = ["--nnodes", "1:2", "--nproc_per_node", "1", "--max_restarts", "3"]
-    torchrun += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}"]
-    torchrun += [str(script), str(tmp_path / "saved"), str(losses)]
-    nodes = []
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    nodes: list[WarmProcess] = []
+
+    def start(last_call: int, **more: str) -> WarmProcess:
+        # Quicker than by default, and yet not on a busy machine: a node counts as lost after 5 s.
+        conf = f"join_timeout=60,last_call_timeout={last_call},keep_alive_interval=1,keep_alive_max_attempt=5,is_host=false"
+        torchrun = ["--nnodes", "1:2", "--nproc_per_node", "1", "--max_restarts", "3"]
+        torchrun += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{store.port}", "--rdzv_conf", conf]
+        torchrun += [str(script), str(tmp_path / "saved"), str(losses)]
+        nodes.append(WarmProcess(tmp_path, environment() | more, "forked_ranks", "torch.distributed.run", *torchrun))
+        return nodes[-1]
+
     try:
-        for is_host in ("true", "false"):
-            dies = {"DIES_BEFORE_SAVING": "1"} if amid == "a save" and is_host == "false" else {}
-            arguments = ["torch.distributed.run", "--rdzv_conf", f"{quick},is_host={is_host}", *torchrun]
-            nodes.append(WarmProcess(tmp_path, environment() | dies, "forked_ranks", *arguments))
+        # The one that is lost joins first and waits for the other, which waits 2 s when it is alone.
+        lost = start(60, **({"DIES_BEFORE_SAVING": "1"} if amid == "a save" else {}))
+        store.wait(["torch.rendezvous.none"], timedelta(seconds=60))
+        left = start(2)
         end = time.monotonic() + 100
         while len(rows := read_rows(losses)) < 5:
-            assert time.monotonic() < end, nodes[0].returncode
+            assert time.monotonic() < end, left.returncode
             time.sleep(0.1)
-        assert rows[-1][1] == 2
+        assert rows[0][1] == 2
         if amid == "a save":
-            assert nodes[1].wait(60) == -signal.SIGKILL
+            assert lost.wait(60) == -signal.SIGKILL
         else:
-            for pid in processes_of(nodes[1].pid):
+            for pid in processes_of(lost.pid):
                 os.kill(pid, signal.SIGKILL)
-        said = nodes[0].communicate(150)
-        assert nodes[0].returncode == 0, said
+        said = left.communicate(150)
+        assert left.returncode == 0, said
     finally:
         for node in nodes:
             for pid in processes_of(node.pid):
