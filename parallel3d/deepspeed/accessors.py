@@ -372,7 +372,7 @@ class DeepSpeedEngine(Engine):
         Hugging Face's names. Collective. Raises CheckpointError for other layers.
         """
         if isinstance(self.module, HuggingFacePipeline) or self.pipeline_module.num_stages > 1:
-            return whole_state_dict(self.pipeline_module)
+            return whole_state_dict(self.pipeline_module, exclude_frozen_parameters)
         state: dict[str, Tensor] = {}
         for path, module in self.module.named_modules():
             with GatheredParameters(module.parameters(recurse=False)):
