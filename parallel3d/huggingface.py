@@ -48,15 +48,14 @@ class PipelineTrainer(_Trainer):
             raise ConfigError(
                 "there is no configuration; give TrainingArguments(deepspeed=...), or use `accelerate launch`"
             )
-        # The Trainer fills in, and compares with, that of a world that is data parallel alone. One that is given is checked
-        # by initialize.
         from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
+        # The Trainer fills in, and compares with, the train_batch_size of a world that is data parallel alone. One that is
+        # given is checked by initialize.
         source = self.args.deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-        given = None if source == "none" else HfDeepSpeedConfig(source).get_value("train_batch_size")
-        if given in (None, "auto"):
-            self._deepspeed_config.pop("train_batch_size", None)
         filled: Any = self.accelerator.state.deepspeed_plugin.hf_ds_config
+        if source == "none" or HfDeepSpeedConfig(source).get_value("train_batch_size") in (None, "auto"):
+            self._deepspeed_config.pop("train_batch_size", None)
         filled.mismatches = [text for text in filled.mismatches if not text.startswith("- ds train_batch_size=")]
 
     @property
