@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from parallel3d.config.files import parse_json, read_mapping
+from parallel3d.config.load import Source, load_sections
 from parallel3d.errors import ConfigError
 from parallel3d.models.config import DecoderConfig
 from parallel3d.models.decoder import decoder
@@ -30,11 +31,10 @@ def from_hf(
     tied: bool | None = None,
     weights: bool = True,
     ignore: Collection[str] = (),
-    units: Literal["block", "half"] = "block",
+    units: Literal["block", "half"] | None = None,
+    config: Source = None,
 ) -> list[LayerSpec]:
-    """Return the layers of a model for a PipelineModule: token ids [batch, seq] -> logits [batch, seq, vocab].
-
-    The inputs are those of TokenEmbedding.
+    """Return the layers for a PipelineModule: token ids or TokenEmbedding's inputs [batch, seq] -> logits [batch, seq, vocab].
 
     - source: a directory with config.json and safetensors, from which each rank reads only what it builds; the name of a model
       of the Hugging Face hub that is in the local cache; or a model made by transformers. The architectures of FAMILIES become
@@ -43,17 +43,18 @@ def from_hf(
     - tied: whether the head shares the embedding's weight; None for what the config says. Of native decoders alone.
     - weights: False to start from new weights; a directory then needs config.json alone.
     - ignore: unknown keys of the config that are accepted. Of native decoders alone.
-    - units: what a stage holds a whole number of, see `decoder`. Of native decoders alone.
+    - units: of native decoders, see `decoder`; None for pipeline.units of `config`, the training's configuration.
 
     Raises ConfigError for a config.json that can't be read, an unknown architecture or key, CheckpointError for tensors that
     are missing, too many or misshapen.
     """
+    units = units or load_sections(config, "pipeline").pipeline.units
     if isinstance(source, nn.Module):
         raw = _config_of(source)
         if family_of(raw) is None or hasattr(source, "peft_config"):
             _refuse_for_wrapping({"dtype": dtype, "weights": None if weights else False}, tied, ignore, units)
             return wrap(source)
-        family, config = parse(raw, ignore)
+        family, sizes = parse(raw, ignore)
         stored = Weights(source.state_dict()) if weights else None
         where = type(source).__name__
     else:
@@ -64,15 +65,15 @@ def from_hf(
                 _refuse_for_wrapping({}, tied, ignore, units)
                 wanted = _dtype(raw) if dtype == "auto" else dtype
                 return wrap(*load_wrapped(directory, wanted or torch.get_default_dtype(), weights))
-            family, config = parse(raw, ignore)
+            family, sizes = parse(raw, ignore)
         except ConfigError as error:
             raise ConfigError(f"{directory / 'config.json'}: {error}") from None
         stored = open_directory(directory, family.base) if weights else None
         where = str(directory)
-    config = replace(_tie(config, tied, stored, where), huggingface=raw)
+    sizes = replace(_tie(sizes, tied, stored, where), huggingface=raw)
     if stored is not None:
-        check_weights(stored, all_stored(config), config.tied, where)
-    return decoder(config, _dtype(raw) if dtype == "auto" else dtype, stored, units)
+        check_weights(stored, all_stored(sizes), sizes.tied, where)
+    return decoder(sizes, _dtype(raw) if dtype == "auto" else dtype, stored, units)
 
 
 def find_directory(source: str | Path) -> Path | None:
