@@ -25,7 +25,7 @@ from parallel3d.comm.coordination import CollectiveDecision
 from parallel3d.config import CheckpointConfig
 from parallel3d.engine.calls import StepProgress
 from parallel3d.engine.update import WeightUpdate
-from parallel3d.errors import CheckpointError
+from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.parameters import persistent_buffers, slicing_of
 from parallel3d.pipe.batch import TrainingData
 from parallel3d.pipe.data import RepeatingLoader
@@ -68,6 +68,8 @@ class Checkpoints:
         scheduler: Any,
     ) -> None:
         """Save a checkpoint; see Engine.save_checkpoint. scheduler: the learning-rate schedule, or None."""
+        if not save_dir:
+            raise ConfigError(f"save_dir is {save_dir!r}; give a directory")
         name = f"global_step{self._progress.global_steps}" if tag is None else str(tag)
 
         def collect() -> tuple[list[Part], Json]:

@@ -1,4 +1,4 @@
-"""Whole masters, gradients and optimizer state of a parameter, wherever its shards are: DeepSpeed's safe_get and safe_set."""
+"""Masters, gradients and optimizer state of a parameter, whole or this rank's part: DeepSpeed's safe_get and safe_set."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parallel3d.zero.weights import nothing
 
 
 class WholeState:
-    """State of the training of one parameter, whole. All methods are collective over the bucket's partition.
+    """State of the training of one parameter. Methods for all of it, and for gradients, are collective over the partition.
 
     - factor: returns what the gradients in the bucket are multiples of.
     - reduce: called before gradients are read; ends their reductions.
@@ -47,6 +47,9 @@ class WholeState:
         """Write the master; the weights follow. value: in the parameter's shape, the same on all ranks."""
         for shard in self._shards():
             shard.master.detach().copy_(self._part(value, shard))
+        self._write_back()
+
+    def _write_back(self) -> None:
         self._bucket.write_back()
         if self._bucket.partition.size > 1:
             self._bucket.gather().wait()
@@ -71,13 +74,38 @@ class WholeState:
     def set_optimizer_state(self, key: str, value: Tensor) -> None:
         """Write such a state."""
         for shard in self._shards():
-            state = self._elementwise(shard, key)
-            if state is None:
-                raise ConfigError(
-                    f"{type(self._optimizer).__name__} keeps no state {key!r} for each element of {shard.info.name}, or not "
-                    f"before its first step; it has {sorted(self._optimizer.state.get(shard.master, ()))}"
-                )
-            state.copy_(self._part(value, shard))
+            self._existing(shard, key).copy_(self._part(value, shard))
+
+    def local_master(self) -> Tensor:
+        """Return this rank's part of the master, flat on the device: no elements where the rank's shard has none of them."""
+        found = self._local(lambda shard: shard.master.detach())
+        assert found is not None
+        return found
+
+    def set_local_master(self, value: Tensor) -> None:
+        """Write that part; the weights follow. value: as `local_master` returns it."""
+        self._set_local(lambda shard: shard.master.detach(), value)
+        self._write_back()
+
+    def local_gradient(self) -> Tensor:
+        """Return this rank's part of the gradient, flat."""
+        self._reduce()
+        found = self._local(lambda shard: shard.gradient)
+        assert found is not None
+        return found / self._factor()
+
+    def set_local_gradient(self, value: Tensor) -> None:
+        """Write that part, as `local_gradient` returns it."""
+        self._reduce()
+        self._set_local(lambda shard: shard.gradient, value * self._factor())
+
+    def local_optimizer_state(self, key: str) -> Tensor | None:
+        """Return this rank's part of a state of the optimizer, flat; None if it keeps none, or not yet."""
+        return self._local(lambda shard: self._elementwise(shard, key))
+
+    def set_local_optimizer_state(self, key: str, value: Tensor) -> None:
+        """Write that part of such a state."""
+        self._set_local(lambda shard: self._existing(shard, key), value)
 
     def _shards(self) -> Iterator[ParameterShard]:
         self._settle()
@@ -87,6 +115,35 @@ class WholeState:
     def _elementwise(self, shard: ParameterShard, key: str) -> Tensor | None:
         value = self._optimizer.state.get(shard.master, {}).get(key)
         return value if isinstance(value, Tensor) and value.shape == shard.master.shape else None
+
+    def _existing(self, shard: ParameterShard, key: str) -> Tensor:
+        state = self._elementwise(shard, key)
+        if state is None:
+            raise ConfigError(
+                f"{type(self._optimizer).__name__} keeps no state {key!r} for each element of {shard.info.name}, or not "
+                f"before its first step; it has {sorted(self._optimizer.state.get(shard.master, ()))}"
+            )
+        return state
+
+    def _local(self, of: Callable[[ParameterShard], Tensor | None]) -> Tensor | None:
+        device, dtype = self._bucket.device, self._bucket.master_dtype
+        parts = [torch.empty(0, dtype=dtype, device=device)]
+        for shard in self._shards():
+            values = of(shard)
+            if values is None:
+                return None
+            parts.append(values.reshape(-1).to(device, dtype))
+        return torch.cat(parts)
+
+    @torch.no_grad()
+    def _set_local(self, of: Callable[[ParameterShard], Tensor], value: Tensor) -> None:
+        targets = [of(shard) for shard in self._shards()]
+        sizes = [target.numel() for target in targets]
+        if value.numel() != sum(sizes):
+            name = self._bucket.infos[self._index].name
+            raise ConfigError(f"this rank has {sum(sizes)} elements of {name}, but the value has {value.numel()}")
+        for target, part in zip(targets, value.reshape(-1).split(sizes), strict=True):
+            target.copy_(part.view(target.shape))
 
     def _part(self, value: Tensor, shard: ParameterShard) -> Tensor:
         wanted = shard.info.parameter.shape

@@ -6,21 +6,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from parallel3d.comm.environment import is_initialized
-from parallel3d.deepspeed.utils.logging import log_dist, logger
+from parallel3d.deepspeed.utils.logging import log_dist, logger, set_log_level_from_string
 
 if TYPE_CHECKING:
     from parallel3d.deepspeed.whole_state import (
         safe_get_full_fp32_param,
         safe_get_full_grad,
         safe_get_full_optimizer_state,
+        safe_get_local_fp32_param,
+        safe_get_local_grad,
+        safe_get_local_optimizer_state,
         safe_set_full_fp32_param,
         safe_set_full_grad,
         safe_set_full_optimizer_state,
+        safe_set_local_fp32_param,
+        safe_set_local_grad,
+        safe_set_local_optimizer_state,
+        safe_update_full_grad_vectorized,
     )
     from parallel3d.pipe.data import RepeatingLoader
     from parallel3d.zero.external import (
         get_z3_leaf_modules,
         set_z3_leaf_modules,
+        set_z3_leaf_modules_by_name,
+        set_z3_leaf_modules_by_suffix,
         unset_z3_leaf_modules,
         z3_leaf_module,
     )
@@ -34,10 +43,20 @@ __all__ = [
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
     "safe_set_full_fp32_param",
     "safe_set_full_grad",
     "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
+    "set_log_level_from_string",
     "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
     "unset_z3_leaf_modules",
     "z3_leaf_module",
 ]
