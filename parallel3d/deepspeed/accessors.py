@@ -275,10 +275,10 @@ class DeepSpeedEngine(Engine):
     def save_16bit_model(
         self, save_dir: Location, save_filename: str = SINGLE, exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Save the weights that the layers compute with, in their dtype, as one safetensors file; return True.
+        """Save the weights that the layers compute with, in their dtype, as one file; return True.
 
-        The tensors have the names that the model gives them. Collective. Raises CheckpointError on all ranks, also for a
-        filename of a pickle, such as DeepSpeed's "pytorch_model.bin".
+        It is a safetensors file, or one for torch.load if save_filename ends otherwise, as in "pytorch_model.bin". Tensors have
+        the names that the model gives them. Collective. Raises CheckpointError on all ranks.
         """
         return self.checkpoints.save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
 
