@@ -26,8 +26,9 @@ from parallel3d.planner.calibrate.runs import RunPredictor, compare, print_compa
 from parallel3d.planner.cluster.cluster import Cluster
 from parallel3d.planner.cluster.file import default_path, load_cluster
 from parallel3d.planner.report import write_report
-from parallel3d.planner.search.model import MODELS, load_model
+from parallel3d.planner.search.model import load_model
 from parallel3d.planner.search.plan import Planner, Question
+from parallel3d.planner.search.presets import PRESETS
 from parallel3d.planner.search.result import PlanResult, Prediction
 
 _GIB = 2**30
@@ -47,55 +48,8 @@ _OFFLOADS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def add_command(commands: Any) -> None:
-    """Add `plan` to the subcommands of an argparse parser."""
-    parser = commands.add_parser(
-        "plan",
-        help="find the best layout of a model on a cluster",
-        description="Rank the layouts in which a model can be trained on a cluster, by the step time predicted from the "
-        "program that would run; no GPU is needed. Writes a configuration to run, where each rank goes, and a report.",
-    )
-    parser.set_defaults(run=_run)
-    option = parser.add_argument
-    option(
-        "--model",
-        metavar="MODEL",
-        help="a Hugging Face directory or a name in the hub's local cache; script.py:FUNCTION, as for p3d check; or one of "
-        + ", ".join(MODELS),
-    )
-    option(
-        "--cluster",
-        metavar="CLUSTER",
-        help='a YAML file, or hosts and GPUs such as "8xH100" and "128x8xH100" (default: the host as --measure found it)',
-    )
-    option("--global-batch", type=int, metavar="N", help="samples of a step, over all ranks")
-    option("--seq", type=int, metavar="N", help="tokens of a sample (default: the most that the model takes)")
-    option("--config", metavar="FILE", help="configuration of every layout: precision, optimizer, ...")
-    option("--top", type=int, default=5, metavar="N", help="layouts to list (default: 5)")
-    option(
-        "--auto",
-        action="store_true",
-        help='plan schedule "auto" for all listed layouts, however long that takes; for the best one it is planned anyway if '
-        "its pipeline is short",
-    )
-    option("--explain", metavar="LAYOUT", help='compare one layout, such as "pp4,dp2", with the winner')
-    option("--out", type=Path, default="plan", metavar="DIR", help="directory of the output (default: plan)")
-    option(
-        "--measure",
-        nargs="?",
-        const="",
-        metavar="FILE",
-        help="first measure this host's GPUs and links, store them in FILE and plan for them, with the model's layers measured "
-        "on one GPU; without --model, only measure",
-    )
-    runs: dict[str, Any] = {"nargs": "+", "default": [], "metavar": "RUN"}
-    option("--calibrate", **runs, help="correct the predictions by these recorded runs")
-    option("--compare", **runs, help="print predicted and measured values of these runs, and end")
-    option("--calibration", metavar="FILE", help="corrections that an earlier --calibrate wrote")
-
-
 @rare_collections()
-def _run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Plan, or measure or compare alone; return 1 if nothing fits."""
     console = Console()
     console = console if console.is_terminal else Console(width=140)
@@ -103,7 +57,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.model is None:
         if options.measure is None:
             raise ConfigError(
-                f"give --model: a Hugging Face directory, script.py:FUNCTION or one of {', '.join(MODELS)}"
+                f"give --model: a Hugging Face directory, script.py:FUNCTION or one of {', '.join(PRESETS)}"
             )
         return 0
     if cluster is None:
