@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from parallel3d.deepspeed.names import DeepSpeedConfig, OnDevice
     from parallel3d.engine import Engine
     from parallel3d.initialization import initialize
+    from parallel3d.models.huggingface.in_place import tp_model_init
     from parallel3d.pipe import LayerSpec, PipelineModule, TiedLayerSpec
     from parallel3d.pipe.data import RepeatingLoader
 
@@ -48,6 +49,7 @@ __all__ = [
     "ops",
     "pipe",
     "runtime",
+    "tp_model_init",
     "utils",
     "zero",
 ]
@@ -63,6 +65,7 @@ _MODULES = {
     "RepeatingLoader": "pipe.data",
     "TiedLayerSpec": "pipe",
     "initialize": "initialization",
+    "tp_model_init": "models.huggingface.in_place",
 }
 
 

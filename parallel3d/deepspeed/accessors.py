@@ -20,11 +20,10 @@ from parallel3d.engine.state import Location
 from parallel3d.engine.step import evaluating
 from parallel3d.errors import ConfigError, nearest
 from parallel3d.models.generation import Request, generate
-from parallel3d.models.huggingface.export import whole_state_dict
+from parallel3d.models.huggingface.export import whole_module_state, whole_state_dict
 from parallel3d.models.huggingface.pipeline import HuggingFacePipeline
 from parallel3d.pipe.batch import make_loader
 from parallel3d.pipe.data import RepeatingLoader
-from parallel3d.zero.gathered import GatheredParameters
 
 
 class DeepSpeedEngine(Engine):
@@ -368,23 +367,12 @@ class DeepSpeedEngine(Engine):
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Return the module's state_dict with whole weights in their dtype, in host memory, on rank 0; None on the others.
 
-        Weights are gathered module by module; a model in several stages must have layers of `from_hf`, and its weights get
-        Hugging Face's names. Collective. Raises CheckpointError for other layers.
+        A model in several stages must have layers of `from_hf`, and its weights get Hugging Face's names. Collective. Raises
+        CheckpointError for other layers.
         """
         if isinstance(self.module, HuggingFacePipeline) or self.pipeline_module.num_stages > 1:
             return whole_state_dict(self.pipeline_module)
-        state: dict[str, Tensor] = {}
-        for path, module in self.module.named_modules():
-            with GatheredParameters(module.parameters(recurse=False)):
-                own: dict[str, Tensor] = {}
-                if self.global_rank == 0:
-                    module._save_to_state_dict(own, f"{path}." if path else "", keep_vars=False)
-                state |= {name: tensor.cpu().clone() for name, tensor in own.items()}
-        if exclude_frozen_parameters:
-            for name, parameter in self.module.named_parameters():
-                if not parameter.requires_grad:
-                    state.pop(name, None)
-        return state if self.global_rank == 0 else None
+        return whole_module_state(self.module, self.process_groups, exclude_frozen_parameters)
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 

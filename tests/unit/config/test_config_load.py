@@ -322,7 +322,7 @@ def test_known_keys_that_are_off_are_silent():
         "sequence_parallel_size": 1,
         "sparse_attention": {},
         "tensorboard": None,
-        "tensor_parallel": {"autotp_size": 1, "preset_model": None},
+        "tensor_parallel": {"autotp_size": 0, "preset_model": None},
         "wandb": {"project": "off without enabled"},
         "zero_optimization": {"offload_optimizer": {"device": "none", "pin_memory": True}, "overlap_comm": True},
     }
