@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,13 +16,15 @@ from parallel3d.activity import Phase
 from parallel3d.checkpoint.export import SINGLE
 from parallel3d.comm.environment import get_local_rank
 from parallel3d.comm.groups import PipelineParallelGrid
+from parallel3d.deepspeed.profiling.flops_profiler import counting
 from parallel3d.engine.engine import Engine
 from parallel3d.engine.state import Location
 from parallel3d.engine.step import evaluating
-from parallel3d.errors import ConfigError, nearest
+from parallel3d.errors import ConfigError
 from parallel3d.models.generation import Request, generate
 from parallel3d.models.huggingface.export import whole_module_state, whole_state_dict
 from parallel3d.models.huggingface.pipeline import HuggingFacePipeline
+from parallel3d.monitor.writers import MonitorMaster
 from parallel3d.pipe.batch import make_loader
 from parallel3d.pipe.data import RepeatingLoader
 
@@ -78,14 +81,8 @@ class DeepSpeedEngine(Engine):
                 self.pipeline_module, dataset, replace(self.data.sizes, micro_batch_size=size), self.config, collate_fn
             )
         pins = pin_memory and self.device.type == "cuda"
-        return DataLoader(
-            dataset,
-            size,
-            sampler=data_sampler,
-            collate_fn=collate_fn,
-            pin_memory=pins,
-            num_workers=num_local_io_workers or 0,
-        )
+        options: dict[str, Any] = {"sampler": data_sampler, "collate_fn": collate_fn, "pin_memory": pins}
+        return DataLoader(dataset, size, num_workers=num_local_io_workers or 0, **options)
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """Take micro-batches from `iterator` when train_batch gets none."""
@@ -138,6 +135,29 @@ class DeepSpeedEngine(Engine):
     def scheduler_name(self) -> str | None:
         """Return the configuration's name of the learning-rate schedule; None without one."""
         return self.config.scheduler.type if self.config.scheduler is not None else None
+
+    @cached_property
+    def monitor(self) -> MonitorMaster:
+        """The configuration's monitors: `monitor.write_events([(name, value, samples)])` writes values of the script's own."""
+        return MonitorMaster(self.config, self.global_rank == 0)
+
+    def _finish_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super()._finish_step(*args, **kwargs)
+        scale = {} if self.update.scaler is None else {"loss_scale": self.loss_scale()}
+        self.monitor.write_step(self.global_samples, train_loss=loss, lr=self.get_lr()[0], **scale)
+        return loss
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """Do what Engine's does, and count its FLOPs in the step that `flops_profiler` names."""
+        with counting(self, first=True):
+            return super().train_batch(data_iter)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Do what Engine's does, and count its FLOPs in the step that `flops_profiler` names."""
+        with counting(self, first=self.pipeline_module.training and not self.progress.num_backwards):
+            return super().__call__(*args, **kwargs)
+
+    forward = __call__
 
     @property
     def is_compiled(self) -> bool:
@@ -345,13 +365,9 @@ class DeepSpeedEngine(Engine):
             own: Any = self.module
             return own.generate(*inputs, **options)
         self.update.parking.check("lp_params")
-        known = [field.name for field in fields(Request)]
-        for name in options:
-            if name not in known:
-                raise ConfigError(f"generate has no {name!r}.{nearest(name, known)} It has {', '.join(known)}")
-        together = self.update.policy.stage == 3 and self.dp_world_size > 1
+        request, together = Request.of(inputs, options), self.update.policy.stage == 3 and self.dp_world_size > 1
         with self._attributing(Phase.EVALUATING), evaluating(self.pipeline_module):
-            return generate(self.pipeline_module, self._runner.output_of, together, Request(*inputs, **options))
+            return generate(self.pipeline_module, self._runner.output_of, together, request)
 
     # Whole weights (ZeRO-3)
 
