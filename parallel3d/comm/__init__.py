@@ -4,6 +4,8 @@ The names below are for scripts, as in `deepspeed.comm`: functions about the wor
 groups.
 """
 
+import logging
+
 from torch.distributed import (
     ReduceOp,
     all_gather,
@@ -39,3 +41,11 @@ from parallel3d.comm.environment import (
     is_initialized,
     local_device,
 )
+
+
+def log_summary(show_straggler: bool = False) -> None:
+    """Tell on the first rank where the times of communication are to be had: no collective is logged here."""
+    if get_rank() == 0:
+        logging.getLogger("parallel3d").warning(
+            "collectives are not logged; engine.reports.time_breakdown() has the times of a recorded step's communication"
+        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,20 +15,18 @@ from parallel3d.activity import Phase
 from parallel3d.checkpoint.export import SINGLE
 from parallel3d.comm.environment import get_local_rank
 from parallel3d.comm.groups import PipelineParallelGrid
-from parallel3d.deepspeed.profiling.flops_profiler import counting
-from parallel3d.engine.engine import Engine
+from parallel3d.deepspeed.outputs import WritingEngine
 from parallel3d.engine.state import Location
 from parallel3d.engine.step import evaluating
 from parallel3d.errors import ConfigError
 from parallel3d.models.generation import Request, generate
 from parallel3d.models.huggingface.export import whole_module_state, whole_state_dict
 from parallel3d.models.huggingface.pipeline import HuggingFacePipeline
-from parallel3d.monitor.writers import MonitorMaster
 from parallel3d.pipe.batch import make_loader
 from parallel3d.pipe.data import RepeatingLoader
 
 
-class DeepSpeedEngine(Engine):
+class DeepSpeedEngine(WritingEngine):
     """The engine that `initialize` returns, with DeepSpeed's accessors of configuration, ranks and progress."""
 
     # Configuration
@@ -135,29 +132,6 @@ class DeepSpeedEngine(Engine):
     def scheduler_name(self) -> str | None:
         """Return the configuration's name of the learning-rate schedule; None without one."""
         return self.config.scheduler.type if self.config.scheduler is not None else None
-
-    @cached_property
-    def monitor(self) -> MonitorMaster:
-        """The configuration's monitors: `monitor.write_events([(name, value, samples)])` writes values of the script's own."""
-        return MonitorMaster(self.config, self.global_rank == 0)
-
-    def _finish_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        loss = super()._finish_step(*args, **kwargs)
-        scale = {} if self.update.scaler is None else {"loss_scale": self.loss_scale()}
-        self.monitor.write_step(self.global_samples, train_loss=loss, lr=self.get_lr()[0], **scale)
-        return loss
-
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """Do what Engine's does, and count its FLOPs in the step that `flops_profiler` names."""
-        with counting(self, first=True):
-            return super().train_batch(data_iter)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Do what Engine's does, and count its FLOPs in the step that `flops_profiler` names."""
-        with counting(self, first=self.pipeline_module.training and not self.progress.num_backwards):
-            return super().__call__(*args, **kwargs)
-
-    forward = __call__
 
     @property
     def is_compiled(self) -> bool:

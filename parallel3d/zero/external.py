@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from torch import nn
@@ -13,18 +13,20 @@ from parallel3d.errors import ConfigError, nearest
 _LEAF, _EXTERNAL = "_zero3_leaf", "_zero3_external"
 
 
-def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
     """Gather the weights of each module of these classes together, with those of its submodules. Call it before `initialize`.
 
     - leaf_module_classes: classes, or their names, with or without the package.
 
-    Returns the modules, also those of subclasses. Raises ConfigError if there is none.
+    Returns the modules, also those of subclasses. Raises ConfigError if there is none, unless raise_if_not_found is False.
     """
     names = {
         item if isinstance(item, str) else f"{item.__module__}.{item.__qualname__}" for item in leaf_module_classes
     }
     found = [module for module in model.modules() if not names.isdisjoint(_class_names(module))]
-    if not found:
+    if not found and raise_if_not_found:
         classes = sorted({type(module).__name__ for module in model.modules()})
         raise ConfigError(f"no module of {type(model).__name__} is of the classes {sorted(names)}; it has {classes}")
     _mark(found)
@@ -35,6 +37,43 @@ def _class_names(module: nn.Module) -> Iterator[str]:
     for kind in type(module).__mro__:
         yield kind.__name__
         yield f"{kind.__module__}.{kind.__qualname__}"
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Sequence[str], raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Do what set_z3_leaf_modules does for modules of these dotted names. Returns them, and the names that no module has.
+
+    Raises ConfigError if there are such names, unless raise_if_not_found is False.
+    """
+    return _mark_named(model, module_names, raise_if_not_found, str.__eq__)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Sequence[str], raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Do what set_z3_leaf_modules_by_name does for modules whose dotted names end with these."""
+    return _mark_named(model, module_name_suffixes, raise_if_not_found, str.endswith)
+
+
+def _mark_named(
+    model: nn.Module, wanted: Sequence[str], raises: bool, fits: Callable[[str, str], bool]
+) -> tuple[list[nn.Module], list[str]]:
+    modules = dict(model.named_modules())
+    found = {key: [module for name, module in modules.items() if fits(name, key)] for key in wanted}
+    missing = [key for key, own in found.items() if not own]
+    if missing and raises:
+        raise ConfigError(
+            f"{missing[0]!r} is to be a leaf module, but no module has that name;{nearest(missing[0], modules)}"
+        )
+    marked = list(dict.fromkeys(module for own in found.values() for module in own))
+    _mark(marked)
+    return marked, missing
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Mark a module as set_z3_leaf_modules does, or undo it."""
+    _mark([model], flag)
 
 
 def _mark(modules: Iterable[nn.Module], leaf: bool = True) -> None:
@@ -52,17 +91,8 @@ def set_configured_leaf_modules(model: nn.Module, zero: ZeroConfig) -> None:
     leaf = zero.leaf_module
     for kind in leaf.classes:
         set_z3_leaf_modules(model, [kind])
-    modules = dict(model.named_modules())
-    for wanted in (*leaf.names, *leaf.name_suffixes):
-        found = [
-            m
-            for name, m in modules.items()
-            if name == wanted or (wanted in leaf.name_suffixes and name.endswith(wanted))
-        ]
-        if not found:
-            hint = nearest(wanted, modules)
-            raise ConfigError(f"zero_optimization.leaf_module names {wanted!r}, which no module has;{hint}")
-        _mark(found)
+    set_z3_leaf_modules_by_name(model, leaf.names)
+    set_z3_leaf_modules_by_suffix(model, leaf.name_suffixes)
     if zero.stage3_module_granularity_threshold:
         _mark(_fine_grained(model, zero.stage3_module_granularity_threshold))
 

@@ -143,7 +143,10 @@ def _now() -> float:
 def counting(engine: Any, first: bool) -> Iterator[None]:
     """Count what runs inside, and print it, if the engine's configuration asks for it. first: of the step's micro-batches."""
     section = engine.config.flops_profiler
-    if not (section.enabled and first and engine.global_rank == 0 and engine.global_steps == section.profile_step):
+    if (
+        not (section.enabled and first and engine.progress.global_steps == section.profile_step)
+        or engine.process_groups.rank
+    ):
         yield
         return
     profiler = FlopsProfiler(engine.module)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from parallel3d.utils import set_z3_leaf_module, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
 from torch import nn
 
 from parallel3d.config import load
 from parallel3d.errors import ConfigError
 from parallel3d.pipe.blocks import units_of
-from parallel3d.zero.external import get_z3_leaf_modules, set_configured_leaf_modules
+from parallel3d.zero.external import get_z3_leaf_modules, set_configured_leaf_modules, set_z3_leaf_modules
 
 
 class Experts(nn.Module):
@@ -70,6 +71,24 @@ def test_leaf_modules_of_the_configuration(zero: dict[str, Any], wanted: list[st
 def test_a_leaf_module_that_the_model_lacks_is_an_error(leaf: dict[str, Any]):
     with pytest.raises(ConfigError, match="no module"):
         leaves({"leaf_module": leaf})
+
+
+def test_leaf_modules_by_name():
+    model = Model()
+    first, second = (layer.experts for layer in model.layers)
+    assert set_z3_leaf_modules_by_name(model, ["layers.1.experts"]) == ([second], [])
+    assert set_z3_leaf_modules_by_suffix(model, ["mlp", "perts"], raise_if_not_found=False) == (
+        [first, second],
+        ["mlp"],
+    )
+    assert get_z3_leaf_modules(model) == [first, second]
+    set_z3_leaf_module(first, False)
+    assert get_z3_leaf_modules(model) == [second]
+    assert set_z3_leaf_modules(model, ["Expert"], raise_if_not_found=False) == []
+    with pytest.raises(
+        ConfigError, match=r"'layers.1.expert' is to be a leaf module.* Did you mean 'layers.1.experts'"
+    ):
+        set_z3_leaf_modules_by_name(model, ["layers.1.expert"])
 
 
 def test_auto_means_the_default_where_the_caller_gives_nothing():
