@@ -23,6 +23,8 @@ runtime.zero.stage_1_and_2 runtime.zero.utils sequence sequence.layer utils.grou
 # DeepSpeed's modules whose names are elsewhere in this package.
 _ELSEWHERE = dict.fromkeys(_SMALL.split(), "deepspeed.names") | {
     "launcher.multinode_runner": "deepspeed.names",
+    "monitor.monitor": "monitor.writers",
+    "profiling.flops_profiler.profiler": "deepspeed.profiling.flops_profiler",
     "runtime.activation_checkpointing": "deepspeed",
     "runtime.activation_checkpointing.checkpointing": "deepspeed.checkpointing",
     "runtime.dataloader": "pipe.data",

@@ -64,6 +64,11 @@ def _mark_named(
     return marked, missing
 
 
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Mark a module as set_z3_leaf_modules does, or undo it."""
+    _mark([model], flag)
+
+
 def _class_names(module: nn.Module) -> Iterator[str]:
     for kind in type(module).__mro__:
         yield kind.__name__

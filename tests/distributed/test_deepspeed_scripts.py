@@ -10,6 +10,7 @@ import math
 import os
 import random
 import re
+import runpy
 import subprocess
 import sys
 import zipfile
@@ -268,3 +269,20 @@ def test_set_random_seed_seeds_all_generators():
         return random.random(), numpy.random.rand(), torch.rand(()).item()
 
     assert draw() == draw()
+
+
+def test_the_script_beside_checkpoints_writes_masters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    layer, rate = nn.Linear(1, 1, bias=False), 2.0**-12
+    nn.init.ones_(layer.weight)
+    config = {"train_batch_size": 1, "bf16": {"enabled": True}, "optimizer": {"type": "SGD", "params": {"lr": rate}}}
+    engine = deepspeed.initialize(model=layer, config=config)[0]
+    for _ in range(2):  # the gradient of w is 1
+        engine.backward(engine(torch.ones(1, 1)).sum())
+        engine.step()
+    assert engine.save_checkpoint(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["zero_to_fp32.py", ".", "out", "-d"])
+    runpy.run_path("zero_to_fp32.py", run_name="__main__")
+    weights = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
+    assert {name: value.item() for name, value in weights.items()} == {"weight": 1 - 2 * rate}
+    assert layer.weight.item() == 1.0, "rounded"

@@ -1,7 +1,7 @@
 """DeepSpeed's optimizers at its import paths, `parallel3d.ops.adam` and so on.
 
 They return optimizers of torch, or this package's Lion, on any device: where the state lies and which device updates it is the
-configuration's `offload_optimizer` to say.
+configuration's `offload_optimizer` to say. isinstance(engine.optimizer, FusedAdam) is true for each Adam and AdamW, and so on.
 """
 
 from parallel3d.deepspeed.ops import adagrad, adam, lion

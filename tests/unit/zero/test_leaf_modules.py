@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from parallel3d.utils import set_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
+from parallel3d.utils import (
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+)
 from torch import nn
 
 from parallel3d.config import load
@@ -83,6 +88,8 @@ def test_leaf_modules_by_name_and_by_suffix():
     assert [names[module] for module in get_z3_leaf_modules(model)] == [*EXPERTS, "norm"]
     set_z3_leaf_modules_by_suffix(model, ["0.experts"], flag=False)
     assert [names[module] for module in get_z3_leaf_modules(model)] == [EXPERTS[1], "norm"]
+    set_z3_leaf_module(model.norm, False)
+    assert [names[module] for module in get_z3_leaf_modules(model)] == [EXPERTS[1]]
     assert set_z3_leaf_modules(model, ["Expert"], raise_if_not_found=False) == []
     with pytest.raises(ConfigError, match=r"suffix 'norms'; Did you mean 'norm'"):
         set_z3_leaf_modules_by_name(model, ["norms"])

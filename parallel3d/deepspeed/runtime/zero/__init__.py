@@ -8,7 +8,7 @@ from typing import Any
 
 from parallel3d.deepspeed.runtime.zero import offload_config, partition_parameters
 from parallel3d.deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init, ZeroParamStatus
-from parallel3d.zero.external import register_external_parameter
+from parallel3d.zero.external import register_external_parameter, unregister_external_parameter
 
 __all__ = [
     "GatheredParameters",
@@ -17,6 +17,7 @@ __all__ = [
     "offload_config",
     "partition_parameters",
     "register_external_parameter",
+    "unregister_external_parameter",
     "unwrap_model_for_generation",
 ]
 
