@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from parallel3d.engine import Engine
     from parallel3d.errors import Parallel3DError
     from parallel3d.initialization import initialize
+    from parallel3d.models.huggingface.in_place import tp_model_init
     from parallel3d.pipe import LayerSpec, PipelineModule, TiedLayerSpec
     from parallel3d.pipe.data import RepeatingLoader
 
@@ -46,6 +47,7 @@ __all__ = [
     "ops",
     "pipe",
     "runtime",
+    "tp_model_init",
     "utils",
     "zero",
 ]
@@ -68,6 +70,7 @@ _MODULES = {
     "initialize": "initialization",
     "log_dist": "deepspeed.utils",
     "logger": "deepspeed.utils",
+    "tp_model_init": "models.huggingface.in_place",
 }
 _PACKAGES = {name: name for name in ("comm", "pipe", "zero")}
 _PACKAGES |= {name: f"deepspeed.{name}" for name in ("accelerator", "checkpointing", "ops", "runtime", "utils")}

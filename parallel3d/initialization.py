@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from parallel3d.config import BatchSizes, Config, batch_sizes, load
 from parallel3d.deepspeed.accessors import DeepSpeedEngine, PipelineEngine
 from parallel3d.deepspeed.arguments import find_config, known_values
 from parallel3d.errors import ConfigError
+from parallel3d.models.huggingface.in_place import groups_of, tp_model_init
 from parallel3d.models.huggingface.meta import read_when_needed
 from parallel3d.optim import build_optimizer, build_scheduler
 from parallel3d.pipe.batch import make_loader
@@ -69,7 +71,7 @@ def initialize(
     settings = load(find_config(args, config, config_params), auto, known_values(optimizer, training_data))
     if settings.zero_optimization.stage == 3 and not isinstance(model, PipelineModule):
         set_configured_leaf_modules(model, settings.zero_optimization)
-    pipeline = model if isinstance(model, PipelineModule) else SingleStageModule(model)
+    pipeline = _as_pipeline(model, settings)
     _check_module(pipeline, settings)
     sizes = _batch_sizes(pipeline, settings)
     trained = _trainable(model.parameters() if model_parameters is None else model_parameters)
@@ -98,13 +100,32 @@ def _with_weights(model: object, weights: str | Path | None) -> nn.Module:
     return model
 
 
+def _as_pipeline(model: nn.Module, config: Config) -> PipelineModule:
+    size = config.tensor_parallel.autotp_size
+    if not isinstance(model, PipelineModule):
+        if size > 1:
+            tp_model_init(model, size)
+        return SingleStageModule(model, groups_of(model))
+    if size > 1 and size != model.groups.model.size:
+        raise ConfigError(
+            f"tensor_parallel.autotp_size is {size}, but the PipelineModule was built with {model.groups.model.size} "
+            "tensor-parallel ranks; set tensor_parallel.size in the configuration that it is built with, instead"
+        )
+    return model
+
+
 def _batch_sizes(pipeline: PipelineModule, config: Config) -> BatchSizes:
     replicas, least = pipeline.groups.data.size, config.elastic.min_replicas
     if config.elastic.enabled and replicas < least:
         raise ConfigError(
             f"{replicas} replicas are left, but elastic.min_replicas is {least}; start more processes, or set it"
         )
-    return batch_sizes(config, pipe=pipeline.num_stages, data=replicas, model=pipeline.groups.model.size)
+    shards = pipeline.groups.model.size
+    if isinstance(pipeline, SingleStageModule) and shards > 1:
+        # As DeepSpeed and the libraries count: the samples of all ranks.
+        sizes = batch_sizes(config, pipe=1, data=replicas * shards, model=1)
+        return replace(sizes, train_batch_size=sizes.train_batch_size // shards)
+    return batch_sizes(config, pipe=pipeline.num_stages, data=replicas, model=shards)
 
 
 def _check_mpu(mpu: Any, mesh_param: tuple[int, int] | None) -> None:

@@ -189,11 +189,12 @@ def train(model: Path, out: Path, config: dict[str, Any] | None, kind: str, resu
     forget_state()
     before = num_engine_states()
     rows = samples()
+    shards = (config or {}).get("tensor_parallel", {}).get("autotp_size", 1)
     arguments = TrainingArguments(
         str(out),
         per_device_train_batch_size=3 if kind == "memory" else 2,
         auto_find_batch_size=kind == "memory",
-        gradient_accumulation_steps=4 // int(os.environ["WORLD_SIZE"]),
+        gradient_accumulation_steps=4 * shards // int(os.environ["WORLD_SIZE"]),
         deepspeed=config,
         **ARGUMENTS,
     )

@@ -7,6 +7,13 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from parallel3d.config.monitors import (
+    CometConfig,
+    CsvMonitorConfig,
+    FlopsProfilerConfig,
+    TensorboardConfig,
+    WandbConfig,
+)
 from parallel3d.config.pipeline import PipelineConfig, TensorParallelConfig
 from parallel3d.config.section import (
     Dtype,
@@ -350,6 +357,11 @@ class Config(Section):
     steps_per_print: Annotated[Positive | None, BeforeValidator(_none_for_never)] = key(
         10, "a whole number of steps >= 1, or null or infinity to print nothing"
     )
+    tensorboard: TensorboardConfig = TensorboardConfig()
+    csv_monitor: CsvMonitorConfig = CsvMonitorConfig()
+    wandb: WandbConfig = WandbConfig()
+    comet: CometConfig = CometConfig()
+    flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
     wall_clock_breakdown: bool = False
     memory_breakdown: bool = False
     dump_state: bool = False

@@ -341,7 +341,7 @@ class Engine:
         - exclude_frozen_parameters: leave out parameters that are not trained.
 
         With checkpoint.async_save it returns when the state is copied. Collective over all ranks. Raises CheckpointError on
-        all ranks, with checkpoint.async_save also when the save before has failed.
+        all ranks, with checkpoint.async_save also when the save before has failed; ConfigError for an empty save_dir.
         """
         self.checkpoints.save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters, self.lr_scheduler)
         return True

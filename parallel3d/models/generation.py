@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from parallel3d.comm.collectives import all_gather_object, all_reduce_max, broadcast
-from parallel3d.errors import ConfigError, DataError
+from parallel3d.errors import ConfigError, DataError, nearest
 from parallel3d.models.sliced import SlicedLogits
 from parallel3d.pipe.batch import signature
 from parallel3d.pipe.module import PipelineModule
@@ -47,6 +47,15 @@ class Request:
     eos_token_id: int | Sequence[int] | None = None
     pad_token_id: int | None = None
     seed: int | None = None
+
+    @classmethod
+    def of(cls, inputs: Sequence[Any], options: Mapping[str, Any]) -> Request:
+        """Return the request of these arguments. Raises ConfigError for unknown ones."""
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise ConfigError(f"generate has no {name!r}.{nearest(name, known)} It has {', '.join(known)}")
+        return cls(*inputs, **options)
 
     @property
     def ends(self) -> list[int]:

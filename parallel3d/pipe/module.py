@@ -84,6 +84,7 @@ class PipelineModule(nn.Module):
     """
 
     _units: WeightUnits | None = None
+    _given_groups: ProcessGroups | None = None  # of layers that are sharded already
 
     def __init__(
         self,
@@ -140,7 +141,7 @@ class PipelineModule(nn.Module):
         """Make the process groups of the layout, and determine this rank's chunks."""
         self.settings, self.num_stages = settings, settings.num_stages
         self.placement = placement_of(settings.placement, settings.num_stages, settings.num_chunks)
-        self.groups = ProcessGroups(settings.topology)
+        self.groups = self._given_groups or ProcessGroups(settings.topology)
         self._shards_layers, self._host = shards_layers and (self.groups.data.size > 1 or host is not None), host
         self.device = local_device()
         self.stage_id = self.groups.coordinate("pipe")

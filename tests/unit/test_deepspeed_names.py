@@ -62,7 +62,18 @@ assert torch.get_default_dtype() == torch.float32
 groups = split_params_into_different_moe_groups_for_optimizer({{"params": [layer.weight]}})
 assert groups == [{{"params": [layer.weight]}}]
 see_memory_usage("before", force=True)
-for absent in (MoE, UlyssesSPAttentionHF, _get_sequence_parallel_world_size):
+from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.profiling.flops_profiler import get_model_profile
+from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
+from deepspeed.runtime.zero import GatheredParameters, register_external_parameter
+from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_live as estimate
+from deepspeed.utils import OnDevice, groups, instrument_w_nvtx, safe_get_local_grad, set_z3_leaf_modules_by_name
+from deepspeed.zero import ZeroParamStatus as Status
+assert GatheredParameters is parallel3d.zero.GatheredParameters and Status is ZeroParamStatus
+assert OnDevice is deepspeed.OnDevice and deepspeed.tp_model_init is parallel3d.tp_model_init
+assert instrument_w_nvtx(len)([1, 2]) == 2
+deepspeed.comm.log_summary()
+for absent in (MoE, UlyssesSPAttentionHF, groups._get_sequence_parallel_world_size, estimate):
     assert not isinstance(layer, absent)
     try:
         absent(4)

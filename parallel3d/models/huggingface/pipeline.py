@@ -32,7 +32,7 @@ class HuggingFacePipeline(PipelineModule):
     """
 
     def __init__(self, model: nn.Module, config: Mapping[str, Any]):
-        _gather(model)
+        gather_whole(model)
         if getattr(getattr(model, "config", None), "output_router_logits", False):
             raise ConfigError(
                 "the router's loss isn't computed in a pipeline; set model.config.output_router_logits = False"
@@ -73,7 +73,7 @@ class HuggingFacePipeline(PipelineModule):
         return self._prefixes[layer] + name.partition(".")[2]
 
 
-def _gather(model: nn.Module) -> None:
+def gather_whole(model: nn.Module) -> None:
     """Make weights whole again that transformers has sharded over all ranks while it built the model (ZeRO-3)."""
     whole: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():

@@ -292,7 +292,7 @@ def test_auto_is_the_default_of_kernels():
 
 def test_keys_without_effect_are_named_in_one_warning():
     raw = {
-        "wandb": {"enabled": True, "project": "auto"},
+        "nebula": {"enabled": True},
         "vocabulary_size": 50304,
         "prescale_gradients": True,
         "zero_optimization": {"stage": 0, "contiguous_gradients": True, "stage3_allgather_sequential": True},
@@ -302,7 +302,7 @@ def test_keys_without_effect_are_named_in_one_warning():
         config = load(raw)
     assert config == Config()
     assert [str(warning.message) for warning in caught] == [
-        "configuration: without effect here: wandb, vocabulary_size, "
+        "configuration: without effect here: nebula, vocabulary_size, "
         "zero_optimization.stage3_allgather_sequential, pipeline.pipe_partitioned, pipeline.grad_partitioned"
     ]
     assert caught[0].filename == __file__
@@ -315,15 +315,15 @@ def test_known_keys_that_are_off_are_silent():
         "communication_data_type": None,
         "dump_state": False,
         "elasticity": {"enabled": False, "max_train_batch_size": 2000},
-        "flops_profiler": {"enabled": False, "profile_step": 1},
+        "flops_profiler": {"enabled": False, "profile_step": 1, "recompute_fwd_factor": 0.0},
         "fp16": {"enabled": False, "loss_scale": 0},
         "pipeline": {"pipe_partitioned": False},
         "scheduler": None,
         "sequence_parallel_size": 1,
         "sparse_attention": {},
-        "tensorboard": None,
-        "tensor_parallel": {"autotp_size": 1, "preset_model": None},
-        "wandb": {"project": "off without enabled"},
+        "tensorboard": {},
+        "tensor_parallel": {"autotp_size": 0, "preset_model": None},
+        "comms_logger": {"prof_all": True},
         "zero_optimization": {"offload_optimizer": {"device": "none", "pin_memory": True}, "overlap_comm": True},
     }
     with warnings.catch_warnings():
