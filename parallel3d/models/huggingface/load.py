@@ -20,7 +20,7 @@ from parallel3d.models.decoder import decoder
 from parallel3d.models.huggingface.config import family_of, parse
 from parallel3d.models.huggingface.meta import load_wrapped
 from parallel3d.models.huggingface.names import all_stored, names_of
-from parallel3d.models.huggingface.weights import HEAD, Weights, check_weights, open_directory
+from parallel3d.models.huggingface.weights import HEAD, Weights, check_weights, download_of, open_directory
 from parallel3d.models.huggingface.wrap import wrap
 from parallel3d.specs import LayerSpec
 
@@ -79,7 +79,7 @@ def from_hf(
 def find_directory(source: str | Path) -> Path | None:
     """Return the directory of a model: itself, that of its config.json, or that of a hub's model in the local cache.
 
-    None for what is neither. Raises ConfigError for a name org/model that is not in the cache.
+    None for what is neither. Raises ConfigError for a name org/model that is not in the cache, or without its config.json.
     """
     path = Path(source)
     if path.is_dir() or path.name == "config.json":
@@ -89,14 +89,17 @@ def find_directory(source: str | Path) -> Path | None:
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(str(source), local_files_only=True))
+        found = Path(snapshot_download(str(source), local_files_only=True))
     except (ImportError, OSError, ValueError):
         if "/" not in str(source):
             return None
-    raise ConfigError(
-        f"there is no directory {str(source)!r}, and no model of that name in the local cache of the Hugging Face hub; "
-        f"download it: hf download {source}"
-    )
+        raise ConfigError(
+            f"there is no directory {str(source)!r}, and no model of that name in the local cache of the Hugging Face hub; "
+            f"download it: hf download {source}"
+        ) from None
+    if not (found / "config.json").is_file():
+        raise ConfigError(f"{found} has no config.json{download_of(found)}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ def sizes_of(layers: Sequence[LayerSpec]) -> Sizes:
     first = layers[0].module_args[0]
     if isinstance(first, DecoderConfig):
         return Sizes(first.vocab_size, first.max_positions, first.rope is None)
-    config = first.config.get_text_config()
+    config = first.text_config
     most = getattr(config, "max_position_embeddings", None)
     return Sizes(config.vocab_size, most or 2048, most is not None and getattr(config, "rope_parameters", None) is None)
 
