@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import signal
@@ -19,6 +20,7 @@ from ranks import warm_context
 
 def run_and_end(script: Callable[..., None], args: tuple[Any, ...]) -> None:
     """End this process as python ends after a script."""
+    gc.freeze()  # what was imported stays: no collection need visit it
     torch.set_num_threads(1)
     code: Any = 0
     try:
