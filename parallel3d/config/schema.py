@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from parallel3d.config.monitors import Comet, CometConfig, Files, FilesConfig, Wandb, WandbConfig
 from parallel3d.config.pipeline import PipelineConfig, TensorParallelConfig
 from parallel3d.config.section import (
     Dtype,
@@ -348,21 +347,12 @@ class Config(Section):
     )
     seed: NonNegative = own_key(1234, "a whole number >= 0, which fixes the order of the training data")
     rng: RngConfig = RngConfig()
-    tensorboard: Files = FilesConfig()
-    csv_monitor: Files = FilesConfig()
-    wandb: Wandb = WandbConfig()
-    comet: Comet = CometConfig()
     steps_per_print: Annotated[Positive | None, BeforeValidator(_none_for_never)] = key(
         10, "a whole number of steps >= 1, or null or infinity to print nothing"
     )
     wall_clock_breakdown: bool = False
     memory_breakdown: bool = False
     dump_state: bool = False
-
-    @property
-    def monitor_config(self) -> Config:
-        """This configuration: DeepSpeed's scripts give MonitorMaster this attribute."""
-        return self
 
     @model_validator(mode="after")
     def _fixed_batch(self) -> Config:

@@ -22,7 +22,7 @@ def _do_nothing(*_: object, **__: object) -> None:
     pass
 
 
-# What torch.cpu lacks of torch.cuda: memory is that of the process; there is neither a cache nor a profiler of ranges.
+# What torch.cuda has and torch.cpu doesn't: memory is that of the process, and there is neither a cache nor a profiler of ranges.
 _RESIDENT, _PEAK = partial(_host_bytes, "resident"), partial(_host_bytes, "peak")
 _ON_THE_HOST = SimpleNamespace(
     **dict.fromkeys(("memory_allocated", "memory_reserved", "memory_cached"), _RESIDENT),

@@ -22,7 +22,6 @@ from parallel3d.errors import ConfigError, nearest
 from parallel3d.models.generation import Request, generate
 from parallel3d.models.huggingface.export import whole_state_dict
 from parallel3d.models.huggingface.pipeline import HuggingFacePipeline
-from parallel3d.monitor.events import MonitorMaster
 from parallel3d.pipe.batch import make_loader
 from parallel3d.pipe.data import RepeatingLoader
 from parallel3d.zero.gathered import GatheredParameters
@@ -140,11 +139,6 @@ class DeepSpeedEngine(Engine):
     def scheduler_name(self) -> str | None:
         """Return the configuration's name of the learning-rate schedule; None without one."""
         return self.config.scheduler.type if self.config.scheduler is not None else None
-
-    @property
-    def monitor(self) -> MonitorMaster:
-        """Writers of curves: `monitor.write_events([(name, value, step), ...])` adds points of the script's own."""
-        return self.reports.writers
 
     @property
     def is_compiled(self) -> bool:

@@ -23,10 +23,6 @@ runtime.zero.stage_1_and_2 sequence sequence.layer utils.groups utils.torch"""
 # DeepSpeed's modules whose names are elsewhere in this package.
 ELSEWHERE = dict.fromkeys(_SMALL.split(), "deepspeed.names") | {
     "launcher.multinode_runner": "deepspeed.names",
-    **dict.fromkeys(
-        (f"monitor.{name}" for name in ("comet", "csv_monitor", "monitor", "tensorboard", "wandb")), "monitor.events"
-    ),
-    "monitor.config": "deepspeed.names",
     "runtime.activation_checkpointing": "deepspeed",
     "runtime.activation_checkpointing.checkpointing": "deepspeed.checkpointing",
     "runtime.dataloader": "pipe.data",

@@ -15,7 +15,7 @@ from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_map_only
 
 from parallel3d.comm.environment import get_world_size
-from parallel3d.config import Bf16Config, Config, Fp16Config, batch_sizes, load, load_sections
+from parallel3d.config import Bf16Config, Config, Fp16Config, batch_sizes, load
 from parallel3d.config.section import Section
 from parallel3d.config.zero import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 from parallel3d.errors import ConfigError
@@ -26,7 +26,6 @@ DeepSpeedZeroOffloadOptimizerConfig = OffloadOptimizerConfig
 DeepSpeedZeroOffloadParamConfig = OffloadParamConfig
 DeepSpeedFP16Config, DeepSpeedBF16Config = Fp16Config, Bf16Config
 DeepSpeedConfigModel, DeepSpeedConfigError = Section, ConfigError
-DeepSpeedMonitorConfig = Config
 
 torch_info = {
     "version": ".".join(torch.__version__.split(".")[:2]),
@@ -117,11 +116,6 @@ def DeepSpeedConfig(config: str | Path | Mapping[str, Any], mpu: Any = None, mes
             "gradient_accumulation_steps": sizes.num_micro_batches,
         }
     )
-
-
-def get_monitor_config(config: Mapping[str, Any]) -> Config:
-    """Return a configuration with the sections of monitors alone, for MonitorMaster."""
-    return load_sections(config, "tensorboard", "csv_monitor", "wandb", "comet")
 
 
 def get_bfloat16_config(config: Mapping[str, Any]) -> Any:

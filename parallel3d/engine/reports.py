@@ -22,13 +22,12 @@ from rich.tree import Tree
 from torch import Tensor
 
 from parallel3d.autograd.recomputation import Checkpointer
-from parallel3d.comm.collectives import Group, all_gather_object
+from parallel3d.comm.collectives import all_gather_object
 from parallel3d.config import BatchSizes, Config
 from parallel3d.config.layout import Layout
 from parallel3d.engine.calls import StepProgress
 from parallel3d.engine.update import WeightUpdate
 from parallel3d.errors import ConfigError
-from parallel3d.monitor.events import Event, MonitorMaster
 from parallel3d.monitor.memory import MemoryProfile, MemoryRecorder, memory_table
 from parallel3d.monitor.records import Breakdown
 from parallel3d.monitor.run_record import RankRecord, RunRecord, fingerprint, measure_times
@@ -50,7 +49,7 @@ _RECORDED: tuple[Profile, ...] = ("memory", "time", "time", "time")
 class Reports:
     """Profiles steps and reports on them. Collective: every rank calls its methods at the same points.
 
-    - monitor: times the steps. writers: of curves, as the configuration asks.
+    - monitor: times the steps.
     - memory: the last memory profile; None before the first.
     """
 
@@ -63,7 +62,7 @@ class Reports:
         update: WeightUpdate,
         data: TrainingData,
     ):
-        self.monitor, self.writers = monitor, _open_writers(config, model.groups.control)
+        self.monitor = monitor
         self.memory: MemoryProfile | None = None
         self._model, self._config, self._groups = model, config, model.groups
         self._checkpointer, self._update, self._data = checkpointer, update, data
@@ -180,8 +179,6 @@ class Reports:
             return f"loss {float(loss):.4f}, grad norm {norm}, lr {rates}{momentum}, skipped {update.skipped_steps}"
 
         self.monitor.finish(steps, progress.global_samples, describe)
-        if self.writers.enabled and self._groups.rank == 0:
-            self.writers.write_events(self._events(progress.global_samples, loss))
         if self.monitor.prints(steps):
             if self._config.memory_breakdown:
                 self.memory_report()
@@ -189,14 +186,6 @@ class Reports:
                 print(f"activation checkpointing on rank 0: {self._checkpointer.times()}", flush=True)
         if records:
             self._record_run()
-
-    def _events(self, samples: int, loss: Tensor) -> list[Event]:
-        """Return the points of the last step in DeepSpeed's curves; waits for the device."""
-        update = self._update
-        values = {"train_loss": float(loss), "lr": float(update.optimizer.param_groups[0]["lr"])}
-        if update.scaler is not None:
-            values["loss_scale"] = update.loss_scale
-        return [(f"Train/Samples/{name}", value, samples) for name, value in values.items()]
 
     def dump_state(self, program: Program) -> None:
         """Print, on rank 0, the resolved configuration, batch sizes, topology, partition, buckets and program. Collective.
@@ -362,19 +351,6 @@ class Reports:
             "reserved": torch.cuda.max_memory_reserved(device),
             "outside": capacity - free - torch.cuda.memory_reserved(device),
         }
-
-
-def _open_writers(config: Config, control: Group) -> MonitorMaster:
-    """Return the writers of curves. Raises ConfigError on all ranks if rank 0 can't open one. Collective."""
-    problem, writers = None, None
-    try:
-        writers = MonitorMaster(config)
-    except ConfigError as error:
-        problem = str(error)
-    problems = [found for found in all_gather_object(problem, control) if found is not None]
-    if writers is None or problems:
-        raise ConfigError(problems[0])
-    return writers
 
 
 def _add_section(tree: Tree, section: BaseModel) -> None:

@@ -27,7 +27,6 @@ from warm import WarmProcess, run_launcher, run_script
 
 import parallel3d as deepspeed
 from parallel3d.cli.deepspeed import write_wheel
-from parallel3d.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -262,55 +261,3 @@ def test_set_random_seed_seeds_all_generators():
         return random.random(), numpy.random.rand(), torch.rand(()).item()
 
     assert draw() == draw()
-
-
-def write_curves(folder: str) -> list[float]:
-    torch.manual_seed(0)
-    config = {
-        "train_batch_size": 4,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.125}},
-        "fp16": {"enabled": True, "initial_scale_power": 4},
-        "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "run"},
-        "steps_per_print": None,
-    }
-    engine, *_ = deepspeed.initialize(model=nn.Linear(4, 1), config=config)
-    losses = []
-    for step in range(3):
-        generator = torch.Generator().manual_seed(10 * step + engine.global_rank)
-        loss = engine(torch.randn(2, 4, generator=generator)).float().square().mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss))
-    if engine.monitor.enabled:
-        engine.monitor.write_events([("Mine/value", 7.5, 3)])
-    return losses
-
-
-def test_a_monitor_writes_the_mean_loss_of_each_step(run_ranks, tmp_path: Path):
-    losses = run_ranks(2, write_curves, str(tmp_path))
-    found = {path.name: path.read_text().split() for path in (tmp_path / "run").iterdir()}
-    head, *rows = found.pop("Train_Samples_train_loss.csv")
-    assert head == "step,train_loss"
-    assert [int(row.partition(",")[0]) for row in rows] == [4, 8, 12]
-    means = [sum(both) / 2 for both in zip(*losses, strict=True)]
-    assert [float(row.partition(",")[2]) for row in rows] == pytest.approx(means, rel=1e-6)
-    assert found == {
-        "Train_Samples_lr.csv": ["step,lr", "4,0.125", "8,0.125", "12,0.125"],
-        "Train_Samples_loss_scale.csv": ["step,loss_scale", "4,16.0", "8,16.0", "12,16.0"],
-        "Mine_value.csv": ["step,value", "3,7.5"],
-    }
-
-
-def open_no_monitor(folder: str) -> str:
-    config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    section = {"enabled": True, "output_path": folder}
-    with pytest.raises(ConfigError) as caught:
-        deepspeed.initialize(model=nn.Linear(4, 1), config={**config, "csv_monitor": section})
-    return str(caught.value)
-
-
-def test_a_monitor_that_can_not_write_is_an_error_on_all_ranks(run_ranks, tmp_path: Path):
-    (tmp_path / "file").touch()
-    first, second = run_ranks(2, open_no_monitor, str(tmp_path / "file"))
-    assert "can't write into" in first
-    assert first == second

@@ -37,5 +37,5 @@ def test_tensors_and_ranges():
     accelerator.range_push("step")
     accelerator.range_pop()
     accelerator.synchronize()
-    with pytest.raises(AttributeError, match=r"the accelerator .* has no 'nowhere'"):
+    with pytest.raises(AttributeError, match="the accelerator .* has no 'nowhere'"):
         _ = accelerator.nowhere

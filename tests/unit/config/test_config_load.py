@@ -301,7 +301,7 @@ def test_auto_is_the_default_of_kernels():
 
 def test_keys_without_effect_are_named_in_one_warning():
     raw = {
-        "nebula": {"enabled": True, "persistent_storage_path": "auto"},
+        "wandb": {"enabled": True, "project": "auto"},
         "vocabulary_size": 50304,
         "prescale_gradients": True,
         "zero_optimization": {"stage": 0, "contiguous_gradients": True, "stage3_allgather_sequential": True},
@@ -311,7 +311,7 @@ def test_keys_without_effect_are_named_in_one_warning():
         config = load(raw)
     assert config == Config()
     assert [str(warning.message) for warning in caught] == [
-        "configuration: without effect here: nebula, vocabulary_size, "
+        "configuration: without effect here: wandb, vocabulary_size, "
         "zero_optimization.stage3_allgather_sequential, pipeline.pipe_partitioned, pipeline.grad_partitioned"
     ]
     assert caught[0].filename == __file__
@@ -332,7 +332,7 @@ def test_known_keys_that_are_off_are_silent():
         "sparse_attention": {},
         "tensorboard": None,
         "tensor_parallel": {"autotp_size": 1, "preset_model": None},
-        "wandb": None,
+        "wandb": {"project": "off without enabled"},
         "zero_optimization": {"offload_optimizer": {"device": "none", "pin_memory": True}, "overlap_comm": True},
     }
     with warnings.catch_warnings():
