@@ -16,12 +16,15 @@ from parallel3d.config.files import parse_json, read_mapping
 from parallel3d.errors import ConfigError
 from parallel3d.models.config import DecoderConfig
 from parallel3d.models.decoder import decoder
+from parallel3d.models.huggingface.adapted import load_adapted
 from parallel3d.models.huggingface.config import family_of, parse
 from parallel3d.models.huggingface.meta import load_wrapped
 from parallel3d.models.huggingface.names import all_stored, names_of
 from parallel3d.models.huggingface.weights import HEAD, Weights, check_weights, open_directory
 from parallel3d.models.huggingface.wrap import wrap
 from parallel3d.specs import LayerSpec
+
+ADAPTERS = "adapter_config.json"
 
 
 def from_hf(
@@ -31,6 +34,7 @@ def from_hf(
     weights: bool = True,
     ignore: Collection[str] = (),
     units: Literal["block", "half"] = "block",
+    peft_config: Any = None,
 ) -> list[LayerSpec]:
     """Return the layers of a model for a PipelineModule: token ids [batch, seq] -> logits [batch, seq, vocab].
 
@@ -38,17 +42,24 @@ def from_hf(
 
     - source: a directory with config.json and safetensors, from which each rank reads only what it builds; the name of a model
       of the Hugging Face hub that is in the local cache; or a model made by transformers. The architectures of FAMILIES become
-      the native decoder. Any other, and a PeftModel with LoRA, keeps its own layers (`wrap`).
+      the native decoder. Any other, and a PeftModel with LoRA, keeps its own layers (`wrap`). A directory with PEFT's
+      adapter_config.json is the model that it names, with these adapters, to train them further.
     - dtype: of the weights; None for torch's default one, "auto" for the stored one.
     - tied: whether the head shares the embedding's weight; None for what the config says. Of native decoders alone.
     - weights: False to start from new weights; a directory then needs config.json alone.
     - ignore: unknown keys of the config that are accepted. Of native decoders alone.
     - units: what a stage holds a whole number of, see `decoder`. Of native decoders alone.
+    - peft_config: a LoraConfig of PEFT, to train new adapters of a directory's model. They are drawn by torch's generator,
+      which must have the same seed on all ranks.
 
     Raises ConfigError for a config.json that can't be read, an unknown architecture or key, CheckpointError for tensors that
     are missing, too many or misshapen.
     """
     if isinstance(source, nn.Module):
+        if peft_config is not None:
+            raise ConfigError(
+                "peft_config is for directories; give a model to peft.get_peft_model, and its result here"
+            )
         raw = _config_of(source)
         if family_of(raw) is None or hasattr(source, "peft_config"):
             _refuse_for_wrapping({"dtype": dtype, "weights": None if weights else False}, tied, ignore, units)
@@ -58,6 +69,12 @@ def from_hf(
         where = type(source).__name__
     else:
         directory = find_directory(source) or Path(source)
+        adapters: Any = directory if (directory / ADAPTERS).is_file() else peft_config
+        if adapters is not None:
+            _refuse_for_wrapping({"weights": None if weights else False}, tied, ignore, units)
+            directory = _base_of(directory, peft_config)
+            wanted = _dtype(read_mapping(directory / "config.json", parse_json)) if dtype == "auto" else dtype
+            return wrap(*load_adapted(directory, wanted or torch.get_default_dtype(), adapters))
         raw = dict(read_mapping(directory / "config.json", parse_json))
         try:
             if family_of(raw) is None:
@@ -73,6 +90,22 @@ def from_hf(
     if stored is not None:
         check_weights(stored, all_stored(config), config.tied, where)
     return decoder(config, _dtype(raw) if dtype == "auto" else dtype, stored, units)
+
+
+def _base_of(directory: Path, peft_config: Any) -> Path:
+    """Return the directory of the model whose adapters are in a directory; itself if there are none."""
+    if not (directory / ADAPTERS).is_file():
+        return directory
+    if peft_config is not None:
+        raise ConfigError(f"{directory} has adapters, and peft_config asks for new ones; leave peft_config out")
+    base = read_mapping(directory / ADAPTERS, parse_json).get("base_model_name_or_path")
+    found = find_directory(base) if isinstance(base, str) else None
+    if found is None:
+        raise ConfigError(
+            f"{directory / ADAPTERS}: base_model_name_or_path is {base!r}, and no model is there; correct it, or load the "
+            "model and give peft.PeftModel.from_pretrained(model, ..., is_trainable=True)"
+        )
+    return found
 
 
 def find_directory(source: str | Path) -> Path | None:
