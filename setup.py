@@ -82,6 +82,7 @@ setup(
         "hjson>=3.1",
         "rich>=13",
         "safetensors>=0.4.3",
+        "shtab>=1.7",
     ],
     extras_require={"plot": PLOT, "huggingface": HUGGINGFACE, "test": TEST + PLOT},
     entry_points={"console_scripts": ["parallel3d = parallel3d.launcher:main", "p3d = parallel3d.cli:main"]},

@@ -117,7 +117,8 @@ class OptimizerTarget:
             {**settings, "params": [id(p) for p in group["params"]]}
             for settings, group in zip(self._groups, self._optimizer.param_groups, strict=True)
         ]
-        state = {id(master): state for master, state in self._state.items() if state}
+        held = [p for group in self._optimizer.param_groups for p in group["params"]]
+        state = {id(p): self._state[p] for p in held if self._state.get(p)}  # in the order in which a step makes it
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def _restored(self, place: int, group: Mapping[str, Any], shards: Mapping[Any, ParameterShard]) -> dict[str, Any]:

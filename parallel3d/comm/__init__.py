@@ -5,11 +5,13 @@ groups.
 """
 
 import logging
+from typing import Any
 
+import torch.distributed
+from torch import Tensor
 from torch.distributed import (
     ReduceOp,
     all_gather,
-    all_gather_into_tensor,
     all_gather_object,
     all_reduce,
     all_to_all,
@@ -41,6 +43,14 @@ from parallel3d.comm.environment import (
     is_initialized,
     local_device,
 )
+
+
+def all_gather_into_tensor(
+    output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
+) -> Any:
+    """Call torch's function of this name, with a tensor of one element for a scalar, which gloo refuses and NCCL takes."""
+    given = input_tensor.reshape(1) if input_tensor.dim() == 0 else input_tensor
+    return torch.distributed.all_gather_into_tensor(output_tensor, given, group, async_op)
 
 
 def log_summary(show_straggler: bool = False) -> None:

@@ -65,7 +65,8 @@ def read(
             f'auto is {auto!r}; give a mapping of the keys that are "auto" to values, such as {{"optimizer.params.lr": 1e-4}}'
         )
     bounded(auto or {}, "auto")
-    reading = Reading(name, {key: value for key, value in given.items() if not sections or key in sections})
+    read_keys = set(sections or given) - {"$schema"}  # which is for editors
+    reading = Reading(name, {key: value for key, value in given.items() if key in read_keys})
     reading.check(_fill(reading, auto or {}, known or {}))
     return reading
 

@@ -15,11 +15,11 @@ from typing import Any
 VERSION = "0.19.8+parallel3d"
 _NAME = "deepspeed"
 # Modules whose names are all in deepspeed.names.
-_SMALL = """checkpoint checkpoint.utils git_version_info moe moe.layer moe.utils ops.op_builder runtime.bf16_optimizer
+_SMALL = """checkpoint checkpoint.utils git_version_info moe moe.layer moe.utils ops.aio ops.op_builder runtime.bf16_optimizer
 runtime.checkpoint_engine runtime.checkpoint_engine.torch_checkpoint_engine runtime.config runtime.fp16
 runtime.fp16.fused_optimizer runtime.fp16.unfused_optimizer runtime.hybrid_engine runtime.precision_config
 runtime.sequence_parallel runtime.sequence_parallel.ulysses_sp runtime.zero.config runtime.zero.stage3
-runtime.zero.stage_1_and_2 sequence sequence.layer utils.groups utils.torch"""
+runtime.zero.stage_1_and_2 runtime.zero.utils sequence sequence.layer utils.groups utils.torch"""
 # DeepSpeed's modules whose names are elsewhere in this package.
 _ELSEWHERE = dict.fromkeys(_SMALL.split(), "deepspeed.names") | {
     "launcher.multinode_runner": "deepspeed.names",

@@ -24,7 +24,7 @@ ADAM_OPTIMIZER = "adam"
 DeepSpeedZeroConfig = ZeroConfig
 DeepSpeedZeroOffloadOptimizerConfig = OffloadOptimizerConfig
 DeepSpeedZeroOffloadParamConfig = OffloadParamConfig
-DeepSpeedConfigError = ConfigError
+DeepSpeedConfigError = ZeRORuntimeException = ConfigError
 
 torch_info = {
     "version": ".".join(torch.__version__.split(".")[:2]),
@@ -59,7 +59,13 @@ _NO_COUNTERPART = {
     },
     "MultiNodeRunner": "the command deepspeed itself starts the nodes, by ssh or with --no_ssh on each",
 }
-_BUILDERS = {"CPUAdam": "cpu_adam", "FusedAdam": "fused_adam", "FusedLamb": "fused_lamb", "Utils": "utils"}
+_BUILDERS = {
+    "CPUAdam": "cpu_adam",
+    "FusedAdam": "fused_adam",
+    "FusedLamb": "fused_lamb",
+    "Utils": "utils",
+    "AsyncIO": "async_io",
+}
 
 
 def _absent(name: str, remedy: str, **attributes: str) -> type:

@@ -37,7 +37,7 @@ from parallel3d.schedule.auto import Plan
 
 # Phases in which an exception on one rank leaves the others waiting. Earlier phases agree on errors; after a call by the
 # script, the script may recover.
-_TOGETHER = frozenset({Phase.PROGRAM, Phase.REDUCING, Phase.STEP})
+_TOGETHER = frozenset({Phase.PROGRAM, Phase.REDUCING, Phase.STEP, Phase.GENERATING})
 
 
 class Engine:
@@ -341,7 +341,7 @@ class Engine:
         - exclude_frozen_parameters: leave out parameters that are not trained.
 
         With checkpoint.async_save it returns when the state is copied. Collective over all ranks. Raises CheckpointError on
-        all ranks, with checkpoint.async_save also when the save before has failed.
+        all ranks, with checkpoint.async_save also when the save before has failed; ConfigError for an empty save_dir.
         """
         self.checkpoints.save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters, self.lr_scheduler)
         return True

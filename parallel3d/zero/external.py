@@ -33,47 +33,46 @@ def set_z3_leaf_modules(
     return found
 
 
-def _class_names(module: nn.Module) -> Iterator[str]:
-    for kind in type(module).__mro__:
-        yield kind.__name__
-        yield f"{kind.__module__}.{kind.__qualname__}"
-
-
 def set_z3_leaf_modules_by_name(
-    model: nn.Module, module_names: Sequence[str], raise_if_not_found: bool = True
+    model: nn.Module, module_names: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Do what set_z3_leaf_modules does for modules of these dotted names. Returns them, and the names that no module has.
+    """Do what set_z3_leaf_modules does for the modules with these names in model.named_modules(), or undo it if flag is False.
 
-    Raises ConfigError if there are such names, unless raise_if_not_found is False.
+    Returns the modules, and the names that none has. Raises ConfigError if there are any, unless raise_if_not_found is False.
     """
-    return _mark_named(model, module_names, raise_if_not_found, str.__eq__)
+    return _mark_named(model, module_names, str.__eq__, flag, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
-    model: nn.Module, module_name_suffixes: Sequence[str], raise_if_not_found: bool = True
+    model: nn.Module, module_name_suffixes: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Do what set_z3_leaf_modules_by_name does for modules whose dotted names end with these."""
-    return _mark_named(model, module_name_suffixes, raise_if_not_found, str.endswith)
+    """Do what set_z3_leaf_modules_by_name does for the modules whose names end in one of these."""
+    return _mark_named(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
 
 
 def _mark_named(
-    model: nn.Module, wanted: Sequence[str], raises: bool, fits: Callable[[str, str], bool]
+    model: nn.Module, wanted: Iterable[str], matches: Callable[[str, str], bool], flag: bool, raises: bool
 ) -> tuple[list[nn.Module], list[str]]:
     modules = dict(model.named_modules())
-    found = {key: [module for name, module in modules.items() if fits(name, key)] for key in wanted}
-    missing = [key for key, own in found.items() if not own]
+    found = {item: [module for name, module in modules.items() if matches(name, item)] for item in wanted}
+    missing = [item for item, own in found.items() if not own]
     if missing and raises:
-        raise ConfigError(
-            f"{missing[0]!r} is to be a leaf module, but no module has that name;{nearest(missing[0], modules)}"
-        )
+        hint = nearest(missing[0], modules)
+        raise ConfigError(f"no module of {type(model).__name__} has the name or suffix {missing[0]!r};{hint}")
     marked = list(dict.fromkeys(module for own in found.values() for module in own))
-    _mark(marked)
+    _mark(marked, flag)
     return marked, missing
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     """Mark a module as set_z3_leaf_modules does, or undo it."""
     _mark([model], flag)
+
+
+def _class_names(module: nn.Module) -> Iterator[str]:
+    for kind in type(module).__mro__:
+        yield kind.__name__
+        yield f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _mark(modules: Iterable[nn.Module], leaf: bool = True) -> None:
@@ -112,9 +111,11 @@ def _fine_grained(module: nn.Module, threshold: int) -> Iterator[nn.Module]:
         yield from _fine_grained(child, threshold)
 
 
-def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
     """Undo set_z3_leaf_modules."""
-    found = set_z3_leaf_modules(model, leaf_module_classes)
+    found = set_z3_leaf_modules(model, leaf_module_classes, raise_if_not_found)
     _mark(found, leaf=False)
     return found
 

@@ -121,10 +121,9 @@ class WholeState:
     def _local(self, of: Callable[[ParameterShard], Tensor | None]) -> Tensor | None:
         """Return copies of a tensor of each of this rank's shards, joined; None if a shard has none."""
         found = [of(shard) for shard in self._shards()]
-        values = [value.reshape(-1) for value in found if value is not None]
-        if len(values) < len(found):
-            return None
-        return torch.cat([torch.empty(0, dtype=self._bucket.master_dtype, device=self._bucket.device), *values])
+        mine = torch.empty(0, dtype=self._bucket.master_dtype, device=self._bucket.device)
+        values = [value.reshape(-1).to(mine) for value in found if value is not None]  # offloaded state is on the host
+        return torch.cat([mine, *values]) if len(values) == len(found) else None
 
     @torch.no_grad()
     def _write_local(self, value: Tensor, of: Callable[[ParameterShard], Tensor]) -> None:
@@ -134,7 +133,7 @@ class WholeState:
             name = self._bucket.infos[self._index].name
             raise ConfigError(f"this rank has {sum(sizes)} elements of {name}, but the value has {value.numel()}")
         for shard, part in zip(shards, value.reshape(-1).split(sizes), strict=True):
-            of(shard).view(-1).copy_(part)
+            of(shard).copy_(part.view(shard.master.shape))
 
     def _shards(self) -> Iterator[ParameterShard]:
         self._settle()

@@ -26,7 +26,7 @@ import parallel3d
 from parallel3d import DeepSpeedEngine as Engine
 from parallel3d.checkpoint.directory import complete_checkpoints
 from parallel3d.checkpoint.read import Reader
-from parallel3d.errors import CheckpointError
+from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.pipe import PipelineModule
 
 STAGES = {"pipeline": {"stages": 2}}
@@ -177,6 +177,9 @@ def fail_to_save(directory: str) -> dict[str, Any]:
     if engine.global_rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     found["nowhere"] = refusal(engine.save_checkpoint, "/proc/nowhere", tag="good")
+    for empty in (None, ""):
+        with pytest.raises(ConfigError, match=f"save_dir is {empty!r}; give a directory"):
+            engine.save_checkpoint(empty)
     found["tag"] = refusal(engine.save_checkpoint, directory, tag="../out")
     found["state"] = refusal(engine.save_checkpoint, directory, tag="more", client_state={"a": [1, {2, 3}]})
     found["loads"] = engine.load_checkpoint(directory)[0]
@@ -391,6 +394,10 @@ def with_groups(directory: str, saves: bool, joined: bool) -> Any:
         return refusal(engine.load_checkpoint, directory), equal(before, copies(engine.module))
     else:
         engine.load_checkpoint(directory)
+        state = engine.optimizer.state
+        held = [p for group in engine.optimizer.param_groups for p in group["params"]]
+        assert [id(p) for p in state] == [id(p) for p in held if p in state], "in the order in which a step makes it"
+        assert len(state) > 2
     return [(group["lr"], group["weight_decay"]) for group in engine.optimizer.param_groups]
 
 

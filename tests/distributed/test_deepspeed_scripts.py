@@ -218,6 +218,8 @@ def ask() -> dict[str, Any]:
     for _ in range(3):  # the same inputs' shapes, other outputs'
         engine.train_batch(iter([(torch.randn(6, 4), torch.ones(1)) for _ in range(2)]))
     accelerator = deepspeed.get_accelerator()
+    gathered = torch.zeros(2)
+    deepspeed.comm.all_gather_into_tensor(gathered, torch.tensor(1.0 + engine.global_rank))
     ranks = engine.get_pipeline_parallel_rank(), engine.get_data_parallel_rank(), engine.get_model_parallel_rank()
     return {
         "seeds": seeds,
@@ -225,7 +227,10 @@ def ask() -> dict[str, Any]:
         "sizes": (engine.world_size, engine.dp_world_size, engine.mp_world_size),
         "mpu": engine.mpu.get_pipe_parallel_rank(),
         "applied": engine.was_step_applied(),
-        "is": isinstance(engine, deepspeed.DeepSpeedEngine),
+        "is": isinstance(engine, deepspeed.DeepSpeedEngine)
+        and isinstance(engine.optimizer, deepspeed.ops.adam.FusedAdam),
+        "optimizer": engine.optimizer.optimizer is engine.optimizer,
+        "gathered": gathered.tolist(),
         "device": (accelerator.device_name(1), accelerator.current_device_name(), accelerator.is_available()),
         "backend": accelerator.communication_backend_name(),
         "world": (deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()),
@@ -241,6 +246,8 @@ def test_names_that_such_scripts_use(run_ranks):
             "mpu": rank,
             "applied": True,
             "is": True,
+            "optimizer": True,
+            "gathered": [1.0, 2.0],
             "device": ("cpu", "cpu", True),
             "backend": "gloo",
             "world": (rank, 2),

@@ -18,7 +18,6 @@ from user_configs import AUTO, FOLDER
 
 import parallel3d
 from parallel3d.config import read_source
-from parallel3d.errors import ConfigError
 
 WIDTH, BLOCKS = 16, 5
 ZERO = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 30_000}
@@ -292,7 +291,7 @@ def read_and_write_state(zero: dict[str, Any]) -> Any:
     written = whole_weights(engine)["blocks.1.first.weight"]
     cleared = utils.safe_get_full_optimizer_state(weight, "exp_avg")
     unknown = utils.safe_get_full_optimizer_state(weight, "momentum_buffer")
-    engine.backward(shuffled(engine, 1, engine.global_rank))
+    engine.backward(shuffled(engine, 2, engine.global_rank))
     utils.safe_set_full_grad(weight, torch.zeros_like(master))
     engine.step()
     return before, gradient, master, moment, written, cleared, unknown, utils.safe_get_full_fp32_param(weight)
@@ -313,57 +312,9 @@ def test_the_whole_state_of_a_parameter_is_read_and_written(run_ranks, zero: dic
             assert distance(found, wanted.detach()) < 1e-5
         assert (written == 0.5).all()
         assert (cleared == 0).all()
-        assert torch.allclose(last, torch.full_like(last, 0.5 * (1 - 1e-5))), (
+        assert torch.allclose(last, torch.full_like(last, 0.5 * (1 - 1e-5)), rtol=1e-6), (
             "no gradient and no moment: weight decay alone"
         )
-
-
-def read_and_write_parts(zero: dict[str, Any]) -> Any:
-    """Return this rank's parts of a gradient, a master and a moment, then the whole ones after it has written them."""
-    utils = parallel3d.utils
-    engine = make(shuffling(), zero)
-    weight, frozen = engine.module.blocks[1].first.weight, nn.Parameter(torch.ones(2), requires_grad=False)
-    engine.backward(shuffled(engine, 0, engine.global_rank))
-    gradient = utils.safe_get_local_grad(weight)
-    engine.step()
-    read = gradient, utils.safe_get_local_fp32_param(weight), utils.safe_get_local_optimizer_state(weight, "exp_avg")
-    part, scale = read[1], engine.global_rank + 1
-    utils.safe_set_local_fp32_param(weight, part * scale)
-    utils.safe_set_local_optimizer_state(weight, part * scale * 2, "exp_avg")
-    whole = utils.safe_get_full_fp32_param(weight), utils.safe_get_full_optimizer_state(weight, "exp_avg")
-    weights = whole_weights(engine)["blocks.1.first.weight"]
-    engine.backward(shuffled(engine, 1, engine.global_rank))
-    utils.safe_set_local_grad(weight, part * scale * 3)
-    utils.safe_update_full_grad_vectorized([weight, frozen], lambda grad, parameter: grad + 1)
-    try:
-        utils.safe_set_local_fp32_param(weight, torch.ones(7))
-        refused = ""
-    except ConfigError as error:
-        refused = str(error)
-    absent = utils.safe_get_local_grad(frozen), utils.safe_get_full_grad(frozen), utils.safe_get_full_fp32_param(frozen)
-    return read, (*whole, weights), utils.safe_get_full_grad(weight), absent, refused
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_ranks_part_of_the_state_is_read_and_written(run_ranks, stage: int):
-    model = shuffling()
-    weight = model.blocks[1].first.weight
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6, weight_decay=0.01)
-    for replica in range(2):
-        (shuffled(model, 0, replica) / 2).backward()
-    optimizer.step()
-    ranks = run_ranks(2, read_and_write_parts, {"stage": stage})
-    parts = [torch.cat(own) for own in zip(*(read for read, *_ in ranks), strict=True)]
-    for found, wanted in zip(parts, (weight.grad, weight, optimizer.state[weight]["exp_avg"]), strict=True):
-        assert distance(found.view_as(wanted), wanted.detach()) < 1e-5
-    scaled = torch.cat([rank * read[1] for rank, (read, *_) in enumerate(ranks, 1)]).view_as(weight)
-    for (read, *_), (_, (master, moment, weights), gradient, absent, refused) in zip(ranks, ranks, strict=True):
-        assert torch.equal(master, scaled)
-        assert torch.equal(moment, scaled * 2)
-        assert torch.equal(weights, scaled)
-        assert torch.allclose(gradient, scaled * 3 + 1)
-        assert absent == (None, None, None)
-        assert f"this rank has {read[1].numel()} elements of blocks.1.first.weight, but the value has 7" in refused
 
 
 def read_attributes() -> Any:

@@ -9,4 +9,4 @@ from parallel3d.deepspeed.ops import adagrad, adam, lion
 __all__ = ["adagrad", "adam", "lion"]
 
 # DeepSpeed's operators, by the NAME of their builders, and whether there is one here.
-__compatible_ops__ = {"cpu_adam": True, "fused_adam": True, "fused_lamb": False, "utils": False}
+__compatible_ops__ = {"cpu_adam": True, "fused_adam": True, "fused_lamb": False, "utils": False, "async_io": True}

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from parallel3d.comm.environment import is_initialized
-from parallel3d.deepspeed.utils.logging import log_dist, logger
+from parallel3d.deepspeed.utils.logging import log_dist, logger, set_log_level_from_string
 
 if TYPE_CHECKING:
     from parallel3d.deepspeed.names import OnDevice, instrument_w_nvtx
@@ -57,6 +57,7 @@ __all__ = [
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized",
+    "set_log_level_from_string",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
     "set_z3_leaf_modules_by_name",

@@ -5,13 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from parallel3d.utils import set_z3_leaf_module, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
+from parallel3d.utils import (
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+)
 from torch import nn
 
 from parallel3d.config import load
 from parallel3d.errors import ConfigError
 from parallel3d.pipe.blocks import units_of
-from parallel3d.zero.external import get_z3_leaf_modules, set_configured_leaf_modules, set_z3_leaf_modules
+from parallel3d.zero.external import get_z3_leaf_modules, set_configured_leaf_modules
 
 
 class Experts(nn.Module):
@@ -73,22 +78,21 @@ def test_a_leaf_module_that_the_model_lacks_is_an_error(leaf: dict[str, Any]):
         leaves({"leaf_module": leaf})
 
 
-def test_leaf_modules_by_name():
+def test_leaf_modules_by_name_and_by_suffix():
     model = Model()
-    first, second = (layer.experts for layer in model.layers)
-    assert set_z3_leaf_modules_by_name(model, ["layers.1.experts"]) == ([second], [])
-    assert set_z3_leaf_modules_by_suffix(model, ["mlp", "perts"], raise_if_not_found=False) == (
-        [first, second],
-        ["mlp"],
-    )
-    assert get_z3_leaf_modules(model) == [first, second]
-    set_z3_leaf_module(first, False)
-    assert get_z3_leaf_modules(model) == [second]
+    names = {module: name for name, module in model.named_modules()}
+    found, missing = set_z3_leaf_modules_by_name(model, ["norm", "experts"], raise_if_not_found=False)
+    assert ([names[module] for module in found], missing) == (["norm"], ["experts"])
+    found, missing = set_z3_leaf_modules_by_suffix(model, ["experts", "0.experts"])
+    assert ([names[module] for module in found], missing) == (EXPERTS, [])
+    assert [names[module] for module in get_z3_leaf_modules(model)] == [*EXPERTS, "norm"]
+    set_z3_leaf_modules_by_suffix(model, ["0.experts"], flag=False)
+    assert [names[module] for module in get_z3_leaf_modules(model)] == [EXPERTS[1], "norm"]
+    set_z3_leaf_module(model.norm, False)
+    assert [names[module] for module in get_z3_leaf_modules(model)] == [EXPERTS[1]]
     assert set_z3_leaf_modules(model, ["Expert"], raise_if_not_found=False) == []
-    with pytest.raises(
-        ConfigError, match=r"'layers.1.expert' is to be a leaf module.* Did you mean 'layers.1.experts'"
-    ):
-        set_z3_leaf_modules_by_name(model, ["layers.1.expert"])
+    with pytest.raises(ConfigError, match=r"suffix 'norms'; Did you mean 'norm'"):
+        set_z3_leaf_modules_by_name(model, ["norms"])
 
 
 def test_auto_means_the_default_where_the_caller_gives_nothing():
