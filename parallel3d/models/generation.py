@@ -171,7 +171,8 @@ def _check(module: PipelineModule, request: Request) -> None:
             )
     if problem := request.problem(next((layer.max_positions for layer in layers.values()), None)):
         raise ConfigError(problem)
-    if hasattr(first := layers.get("0"), "check_inputs"):
+    first: Any = layers.get("0")
+    if hasattr(first, "check_inputs"):
         first.check_inputs(request.input_ids)
 
 

@@ -16,8 +16,9 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
     log_level_str: "debug", "info", "warning", "error" or "critical". Raises ValueError for another word.
     """
     chosen = custom_logger or logger
-    for item in (chosen, *chosen.handlers):
-        item.setLevel(log_level_str.upper())
+    chosen.setLevel(log_level_str.upper())
+    for handler in chosen.handlers:
+        handler.setLevel(log_level_str.upper())
 
 
 def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
