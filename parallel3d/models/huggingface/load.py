@@ -17,12 +17,15 @@ from parallel3d.config.load import Source, load_sections
 from parallel3d.errors import ConfigError
 from parallel3d.models.config import DecoderConfig
 from parallel3d.models.decoder import decoder
+from parallel3d.models.huggingface.adapted import load_adapted
 from parallel3d.models.huggingface.config import family_of, parse
 from parallel3d.models.huggingface.meta import load_wrapped
 from parallel3d.models.huggingface.names import all_stored, names_of
 from parallel3d.models.huggingface.weights import HEAD, Weights, check_weights, download_of, open_directory
 from parallel3d.models.huggingface.wrap import wrap
 from parallel3d.specs import LayerSpec
+
+ADAPTERS = "adapter_config.json"
 
 
 def from_hf(
@@ -33,22 +36,29 @@ def from_hf(
     ignore: Collection[str] = (),
     units: Literal["block", "half"] | None = None,
     config: Source = None,
+    peft_config: Any = None,
 ) -> list[LayerSpec]:
     """Return the layers for a PipelineModule: token ids or TokenEmbedding's inputs [batch, seq] -> logits [batch, seq, vocab].
 
     - source: a directory with config.json and safetensors, from which each rank reads only what it builds; the name of a model
       of the Hugging Face hub that is in the local cache; or a model made by transformers. The architectures of FAMILIES become
-      the native decoder. Any other, and a PeftModel with LoRA, keeps its own layers (`wrap`).
+      the native decoder. Any other, and a PeftModel with LoRA, keeps its own layers (`wrap`). A directory with PEFT's
+      adapter_config.json is the model that it names, with these adapters, to train them further.
     - dtype: of the weights; None for torch's default one, "auto" for the stored one.
     - tied: whether the head shares the embedding's weight; None for what the config says. Of native decoders alone.
     - weights: False to start from new weights; a directory then needs config.json alone.
     - ignore: unknown keys of the config that are accepted. Of native decoders alone.
     - units: of native decoders, see `decoder`; None for pipeline.units of `config`, the training's configuration.
+    - peft_config: a LoraConfig, to train new adapters of a directory's model, drawn with the same seed on all ranks.
 
     Raises ConfigError for a config.json that can't be read, an unknown architecture or key, CheckpointError for tensors that
     are missing, too many or misshapen.
     """
     units = units or load_sections(config, "pipeline").pipeline.units
+    directory = None if isinstance(source, nn.Module) else find_directory(source) or Path(source)
+    if peft_config is not None or (directory is not None and (directory / ADAPTERS).is_file()):
+        _refuse_for_wrapping({"weights": None if weights else False}, tied, ignore, units)
+        return _adapted(directory, dtype, peft_config)
     if isinstance(source, nn.Module):
         raw = _config_of(source)
         if family_of(raw) is None or hasattr(source, "peft_config"):
@@ -58,7 +68,7 @@ def from_hf(
         stored = Weights(source.state_dict()) if weights else None
         where = type(source).__name__
     else:
-        directory = find_directory(source) or Path(source)
+        assert directory is not None
         raw = dict(read_mapping(directory / "config.json", parse_json))
         try:
             if family_of(raw) is None:
@@ -74,6 +84,26 @@ def from_hf(
     if stored is not None:
         check_weights(stored, all_stored(sizes), sizes.tied, where)
     return decoder(sizes, _dtype(raw) if dtype == "auto" else dtype, stored, units)
+
+
+def _adapted(directory: Path | None, dtype: torch.dtype | Literal["auto"] | None, peft_config: Any) -> list[LayerSpec]:
+    """Return the layers of a directory's model with new adapters, or of the model whose adapters the directory has."""
+    if directory is None:
+        raise ConfigError("peft_config is for directories; give a model to peft.get_peft_model, and its result here")
+    adapters, model = peft_config, directory
+    if (directory / ADAPTERS).is_file():
+        if peft_config is not None:
+            raise ConfigError(f"{directory} has adapters, and peft_config asks for new ones; leave peft_config out")
+        base = read_mapping(directory / ADAPTERS, parse_json).get("base_model_name_or_path")
+        found = find_directory(base) if isinstance(base, str) else None
+        if found is None:
+            raise ConfigError(
+                f"{directory / ADAPTERS}: base_model_name_or_path is {base!r}, and no model is there; correct it, or load "
+                "the model and give peft.PeftModel.from_pretrained(model, ..., is_trainable=True)"
+            )
+        adapters, model = directory, found
+    wanted = _dtype(read_mapping(model / "config.json", parse_json)) if dtype == "auto" else dtype
+    return wrap(*load_adapted(model, wanted or torch.get_default_dtype(), adapters))
 
 
 def find_directory(source: str | Path) -> Path | None:

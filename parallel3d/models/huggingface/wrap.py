@@ -134,7 +134,9 @@ def _give_memory(module: nn.Module) -> None:
         for name, parameter in owner._parameters.items():
             if parameter is not None:
                 if parameter not in made:
-                    new = made[parameter] = nn.Parameter(torch.empty_like(parameter, device=_device()))
+                    new = made[parameter] = nn.Parameter(
+                        torch.empty_like(parameter, device=_device()), parameter.requires_grad
+                    )
                     vars(new).update(vars(parameter))
                 owner._parameters[name] = made[parameter]
 
