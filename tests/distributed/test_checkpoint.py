@@ -47,8 +47,7 @@ def refusal(function: Any, *args: Any, **kwargs: Any) -> str:
     try:
         function(*args, **kwargs)
     except AssertionError as error:  # as DeepSpeed's scripts catch it
-        assert isinstance(error, CheckpointError)
-        return str(error)
+        return str(error) if isinstance(error, CheckpointError) else repr(error)
     return "nothing was raised"
 
 
