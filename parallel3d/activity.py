@@ -25,6 +25,7 @@ class Phase(IntEnum):
     EVALUATING = 7, "evaluation"
     SAVING = 8, "a save"
     UNWATCHED = 9, "an unwatched region"
+    GENERATING = 10, "generation"
 
     description: str
 

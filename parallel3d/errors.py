@@ -20,8 +20,11 @@ class Parallel3DError(Exception):
         super().__init__(message)
 
 
-class ConfigError(Parallel3DError, ValueError):
-    """A configuration that can't be carried out: unknown key, wrong value, conflicting values."""
+class ConfigError(Parallel3DError, ValueError, AssertionError):
+    """A configuration that can't be carried out: unknown key, wrong value, conflicting values.
+
+    It is an AssertionError for DeepSpeed's scripts, which catch that.
+    """
 
 
 class TopologyError(Parallel3DError, ValueError):

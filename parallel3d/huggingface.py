@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -46,8 +47,16 @@ class PipelineTrainer(_Trainer):
             raise ConfigError(
                 "there is no configuration; give TrainingArguments(deepspeed=...), or use `accelerate launch`"
             )
-        # As the Trainer fills it in: for a world that is data parallel alone.
-        self._deepspeed_config.pop("train_batch_size", None)
+        # The Trainer fills in, and compares with, that of a world that is data parallel alone. One that is given is checked
+        # by initialize.
+        from accelerate.utils.deepspeed import HfDeepSpeedConfig
+
+        source = self.args.deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+        given = None if source == "none" else HfDeepSpeedConfig(source).get_value("train_batch_size")
+        if given in (None, "auto"):
+            self._deepspeed_config.pop("train_batch_size", None)
+        filled: Any = self.accelerator.state.deepspeed_plugin.hf_ds_config
+        filled.mismatches = [text for text in filled.mismatches if not text.startswith("- ds train_batch_size=")]
 
     @property
     def _deepspeed_config(self) -> dict[str, Any]:
@@ -148,7 +157,7 @@ class PipelineTrainer(_Trainer):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the loss of all replicas' micro-batches, and this replica's logits and labels, on every rank."""
         inputs = self._prepare_inputs(inputs)
-        labels: Tensor | None = inputs.get("labels")
+        labels: Tensor | None = inputs.get("labels", inputs.get("shift_labels"))
         if labels is None and prediction_loss_only:
             return None, None, None
         if labels is not None:  # not of the samples that fill the last batch

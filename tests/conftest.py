@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections import defaultdict
@@ -15,8 +16,9 @@ from hypothesis import settings
 sys.path.insert(0, str(Path(__file__).parent))
 # Before torch is imported. The models are small: a second thread would only spin on the core of another test's process.
 os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+gc.disable()  # until the tests are collected: what is imported, a million objects, stays
 
-from ranks import RankPool
+from ranks import RankPool  # noqa: E402
 
 # How long an example takes says more of the machine than of what is tested.
 settings.register_profile("unhurried", settings(), deadline=None)
@@ -47,6 +49,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out |= {case for case, row in zip(cases, rows, strict=True) if row not in cover}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish() -> None:
+    """Let no collection visit what was imported and collected."""
+    gc.freeze()
+    gc.enable()
 
 
 def is_odd(item: pytest.Item) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,19 @@ def collate(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
     return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
 
 
-def accuracy(result: Any) -> dict[str, float]:
+def collate_shifted(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
+    """Give each position the label of the next one."""
+    import torch
+
+    batch = collate(rows)
+    batch["shift_labels"] = torch.nn.functional.pad(batch.pop("labels")[:, 1:], (0, 1), value=-100)
+    return batch
+
+
+def accuracy(result: Any, shifted: bool) -> dict[str, float]:
     """Return how often the likeliest token is the next one, and of how many rows."""
-    best, wanted = result.predictions.argmax(-1)[:, :-1], result.label_ids[:, 1:]
+    best, wanted = result.predictions.argmax(-1), result.label_ids
+    best, wanted = (best, wanted) if shifted else (best[:, :-1], wanted[:, 1:])
     return {"accuracy": float((best == wanted)[wanted != -100].mean()), "rows": float(len(best))}
 
 
@@ -43,7 +54,8 @@ def train(model: Path, out: Path, config: dict[str, Any] | None, replicas: int, 
 
     - config: for `TrainingArguments(deepspeed=)`; None for a plain Trainer, or for what `accelerate launch` has set.
     - options: resumes (False): go on from the directory's checkpoint. again (False): train a second time. adapts (False):
-      train adapters. arguments: more of TrainingArguments; if they are refused, the error is returned.
+      train adapters. shifted (False): give shift_labels alone. arguments: more of TrainingArguments; if they, or the
+      configuration, are refused, the error is returned.
     """
     import transformers
 
@@ -69,19 +81,19 @@ def train(model: Path, out: Path, config: dict[str, Any] | None, replicas: int, 
 
     splits = config is not None or "ACCELERATE_USE_DEEPSPEED" in os.environ
     own = transformers.AutoModelForCausalLM.from_pretrained(model)
-    rows = samples()
+    rows, shifted = samples(), options.get("shifted", False)
     try:
         trainer = (Trainer if splits else transformers.Trainer)(
             model=with_adapters(own) if options.get("adapts") else own,
             args=arguments,
             train_dataset=rows,
             eval_dataset=rows[:10],
-            data_collator=collate,
-            compute_metrics=accuracy,
+            data_collator=collate_shifted if shifted else collate,
+            compute_metrics=partial(accuracy, shifted=shifted),
         )
+        before = trainer.evaluate()["eval_loss"]
     except ConfigError as error:
         return {"error": str(error)}
-    before = trainer.evaluate()["eval_loss"]
     trainer.train(resume_from_checkpoint=str(out / f"checkpoint-{SAVED}") if options.get("resumes") else None)
     trainer.save_model(str(out / "saved"))
 

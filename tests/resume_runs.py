@@ -59,11 +59,11 @@ class Norms(nn.Module):
         return nn.functional.cross_entropy(self.out(nn.functional.dropout(x, 0.3, self.training)), labels.flatten())
 
 
-def make(case: str, seed: int, data: Any = None) -> Engine:
+def make(case: str, seed: int, data: Any = None, micro_batch_size: int = 2) -> Engine:
     torch.manual_seed(seed)
     config: dict[str, Any] = {
         "train_batch_size": 8,
-        "train_micro_batch_size_per_gpu": 2,
+        "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_clipping": 0.5,
         "optimizer": {"type": "AdamW", "params": OPTIMIZERS["AdamW"]},
         "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 12, "warmup_num_steps": 4}},
@@ -93,9 +93,9 @@ def make(case: str, seed: int, data: Any = None) -> Engine:
         model = PipelineModule(items, loss_fn=loss, seed_layers=True, base_seed=seed + BASE_SEED, config=config)
     replicas, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     if case == "own loader":
-        data = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, replicas, rank))
+        data = DataLoader(data, batch_size=micro_batch_size, sampler=DistributedSampler(data, replicas, rank))
     if case == "stateful loader":
-        data = StatefulDataLoader(data, batch_size=2, sampler=DistributedSampler(data, replicas, rank))
+        data = StatefulDataLoader(data, batch_size=micro_batch_size, sampler=DistributedSampler(data, replicas, rank))
     if case == "stream":
         data = Stream(data)
     return parallel3d.initialize(model=model, config=config, training_data=data)[0]

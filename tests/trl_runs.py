@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +96,7 @@ def main(model: str, out: str, configs: str) -> None:
     if dist.get_rank() == 0:
         (Path(out) / "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

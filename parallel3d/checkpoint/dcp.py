@@ -86,7 +86,7 @@ class _Metadata(pickle.Unpickler):
 def read_dcp(directory: Path, weights_only: bool = False) -> WholeCheckpoint:
     """Read weights and the optimizer's tensors; its settings, which are pickled, stay the new engine's.
 
-    Names are as in export_dcp; weights may also be without "model.", as torchtitan saves them. weights_only: leave out the
+    Names are as in export_dcp; weights may also be outside of "model", as torchtitan saves them. weights_only: leave out the
     optimizer's state. Raises CheckpointError.
     """
     from torch.distributed.checkpoint import CheckpointException, FileSystemReader, load
@@ -96,22 +96,25 @@ def read_dcp(directory: Path, weights_only: bool = False) -> WholeCheckpoint:
         with (directory / _METADATA).open("rb") as file:
             _Metadata(file).load()  # before torch does, which would execute what it names
         reader = FileSystemReader(directory)
-        stored = reader.read_metadata().state_dict_metadata
+        metadata = reader.read_metadata()
+        # name -> its keys, one in each of the nested mappings that were saved
+        paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
         found: dict[str, Any] = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
-            for name, entry in stored.items()
+            for name, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
         load(found, storage_reader=reader, no_dist=True)
     except (Exception, CheckpointException) as error:  # torch's own is no Exception
         raise CheckpointError(f"{directory} can't be read as torch.distributed.checkpoint's: {error}") from error
-    prefix = "model." if any(name.startswith("model.") for name in found) else ""
-    tensors = {}
+    # In the mapping "model", and not of a model whose names begin so, as those of Hugging Face do.
+    wrapped = {name for name in found if name.startswith("model.") and paths.get(name, ["model"])[0] == "model"}
+    prefix, tensors = "model." if wrapped else "", {}
     for name, value in found.items():
         if match := _OPTIMIZER.fullmatch(name):
             if match[1] == "state" and not weights_only:
                 tensors[f"{OPTIMIZER}{match[3]}/{match[2]}"] = value
-        elif name.startswith(prefix):
+        elif name in wrapped or not wrapped:
             tensors[MODEL + name.removeprefix(prefix)] = value
         else:
             raise CheckpointError(

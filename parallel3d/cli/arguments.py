@@ -153,6 +153,8 @@ def _add_plan(commands: Any) -> None:
     option("--seq", type=int, metavar="N", help="tokens of a sample (default: the most that the model takes)")
     option("--config", metavar="FILE", help="configuration of every layout: precision, optimizer, ...")
     option("--top", type=int, default=5, metavar="N", help="layouts to list (default: 5)")
+    reserve = "of each device's memory, which a layout must leave free (default: 5%%)"
+    option("--reserve", type=_share, default=0.05, metavar="SHARE", help=reserve)
     option(
         "--auto",
         action="store_true",
@@ -173,6 +175,11 @@ def _add_plan(commands: Any) -> None:
     option("--calibrate", **runs, help="correct the predictions by these recorded runs")
     option("--compare", **runs, help="print predicted and measured values of these runs, and end")
     option("--calibration", metavar="FILE", help="corrections that an earlier --calibrate wrote")
+
+
+def _share(text: str) -> float:
+    """Parse "5%" or "0.05"."""
+    return float(text[:-1]) / 100 if text.endswith("%") else float(text)
 
 
 def _add_kernels(commands: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import reprlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -77,7 +78,7 @@ def read_source(source: object) -> tuple[str, Mapping[str, Any]]:
         return "configuration", bounded(source or {}, "configuration")
     if isinstance(source, str) and (mapping := decode(source)) is not None:
         return "configuration in base64", mapping
-    if isinstance(source, (str, Path)):
+    if isinstance(source, (str, os.PathLike)):
         return str(source), read_mapping(Path(source))
     raise ConfigError(f"a configuration is a path or a mapping, not {type(source).__name__}; give one of the two")
 

@@ -84,6 +84,7 @@ class PipelineConfig(Section):
         "true or false: whether stages of one host send by copies into each other's memory, else by NCCL",
     )
     shapes: Literal["static", "dynamic"] = own_key("static", '"static" or "dynamic"')
+    units: Literal["block", "half"] = own_key("block", '"block" or "half", see the units of models.from_hf')
     seed_layers: bool | None = key(None, "true or false")
 
     @model_validator(mode="after")

@@ -19,7 +19,7 @@ from parallel3d.deepspeed.outputs import WritingEngine
 from parallel3d.engine.state import Location
 from parallel3d.engine.step import evaluating
 from parallel3d.errors import ConfigError
-from parallel3d.models.generation import Request, generate
+from parallel3d.models.generation import generate
 from parallel3d.models.huggingface.export import whole_module_state, whole_state_dict
 from parallel3d.models.huggingface.pipeline import HuggingFacePipeline
 from parallel3d.pipe.batch import make_loader
@@ -322,8 +322,8 @@ class DeepSpeedEngine(WritingEngine):
     def generate(self, *inputs: Any, **options: Any) -> Tensor:
         """Return the prompts and the tokens that follow them, [batch, seq + new], on every rank.
 
-        A model that is no list of layers is given all to its own `generate`. Else every rank of a replica passes the same
-        arguments, which have transformers' names:
+        A model that is no list of layers is given all to its own `generate`, at ZeRO-3 with synced_gpus. Else every rank of a
+        replica passes the same arguments, which have transformers' names:
 
         - input_ids: the prompts [batch, seq].
         - max_new_tokens: most tokens to append, the same on all replicas.
@@ -331,17 +331,19 @@ class DeepSpeedEngine(WritingEngine):
         - do_sample (False): draw tokens, instead of taking the likeliest. temperature (1.0), top_k (None), top_p (1.0): divide
           the logits, and leave all but the k likeliest or the likeliest of together p.
         - eos_token_id: a token, or several, after any of which pad_token_id follows. It ends when all prompts have.
-        - seed: of the drawn tokens; by default one that torch's generator draws.
+        - seed: of the drawn tokens, of which each replica draws its own; by default one that torch's generator draws.
 
         Keys and values are kept: each step runs the new token alone. Collective. Raises ConfigError on all ranks.
         """
+        together = self.update.policy.stage == 3 and self.dp_world_size > 1
         if self.module is not self.pipeline_module:
             own: Any = self.module
+            if together and hasattr(own, "generation_config"):  # a model of transformers
+                options = {"synced_gpus": True, **options}
             return own.generate(*inputs, **options)
         self.update.parking.check("lp_params")
-        request, together = Request.of(inputs, options), self.update.policy.stage == 3 and self.dp_world_size > 1
         with self._attributing(Phase.EVALUATING), evaluating(self.pipeline_module):
-            return generate(self.pipeline_module, self._runner.output_of, together, request)
+            return generate(self.pipeline_module, self._runner.output_of, together, inputs, options)
 
     # Whole weights (ZeRO-3)
 
@@ -361,7 +363,7 @@ class DeepSpeedEngine(WritingEngine):
         CheckpointError for other layers.
         """
         if isinstance(self.module, HuggingFacePipeline) or self.pipeline_module.num_stages > 1:
-            return whole_state_dict(self.pipeline_module)
+            return whole_state_dict(self.pipeline_module, exclude_frozen_parameters)
         return whole_module_state(self.module, self.process_groups, exclude_frozen_parameters)
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict

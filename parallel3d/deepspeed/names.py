@@ -16,7 +16,8 @@ from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_map_only
 
 from parallel3d.comm.environment import get_world_size
-from parallel3d.config import Config, batch_sizes, load
+from parallel3d.config import Bf16Config, Config, Fp16Config, batch_sizes, load
+from parallel3d.config.section import Section
 from parallel3d.config.zero import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 from parallel3d.errors import ConfigError
 
@@ -24,7 +25,9 @@ ADAM_OPTIMIZER = "adam"
 DeepSpeedZeroConfig = ZeroConfig
 DeepSpeedZeroOffloadOptimizerConfig = OffloadOptimizerConfig
 DeepSpeedZeroOffloadParamConfig = OffloadParamConfig
-DeepSpeedConfigError = ZeRORuntimeException = ConfigError
+DeepSpeedFP16Config, DeepSpeedBF16Config = Fp16Config, Bf16Config
+DeepSpeedConfigModel, DeepSpeedConfigError = Section, ConfigError
+ZeRORuntimeException = ConfigError
 
 torch_info = {
     "version": ".".join(torch.__version__.split(".")[:2]),

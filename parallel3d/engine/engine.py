@@ -37,7 +37,7 @@ from parallel3d.schedule.auto import Plan
 
 # Phases in which an exception on one rank leaves the others waiting. Earlier phases agree on errors; after a call by the
 # script, the script may recover.
-_TOGETHER = frozenset({Phase.PROGRAM, Phase.REDUCING, Phase.STEP})
+_TOGETHER = frozenset({Phase.PROGRAM, Phase.REDUCING, Phase.STEP, Phase.GENERATING})
 
 
 class Engine:

@@ -28,7 +28,6 @@ from parallel3d.engine.update import WeightUpdate
 from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.parameters import persistent_buffers, slicing_of
 from parallel3d.pipe.batch import TrainingData
-from parallel3d.pipe.data import RepeatingLoader
 from parallel3d.pipe.module import PipelineModule, tied_copies
 from parallel3d.rng import RandomStreams, generator_states, set_generator_states
 from parallel3d.zero.values import weights_of
@@ -128,10 +127,8 @@ class Checkpoints:
         return self._groups.activity.untimed(Phase.SAVING)
 
     def _own_state(self) -> Json:
-        iterator, data = self._data.iterator, None
-        if isinstance(iterator, RepeatingLoader):
-            data = iterator.state_dict(self._data.source.num_left(iterator))
-        return {"generators": generator_states(self._model.device), "data": data, "replica": self._replica_state.own()}
+        generators, replica = generator_states(self._model.device), self._replica_state.own()
+        return {"generators": generators, "data": self._data.state_dict(), "replica": replica}
 
     def _shared_state(self, scheduler: Any) -> Json:
         update, progress = self._update, self._progress
@@ -218,10 +215,8 @@ class Checkpoints:
 
     def _apply(self, loading: _CheckpointLoader, everything: bool, scheduler: Any) -> None:
         """Apply a checkpoint that was checked. everything: counters, schedule, data and generators, besides tensors."""
-        iterator = self._data.iterator
-        if everything and loading.data is not None and isinstance(iterator, RepeatingLoader):
-            iterator.load_state_dict(loading.data)
-            self._data.source.forget(iterator)
+        if everything:
+            self._data.load_state_dict(loading.data, loading.same_layout, loading.state["layout"]["data"])
         self._update.sharded.settle()
         if self._update.units is not None:
             self._update.units.release_all()  # the shards are read, not what is gathered
@@ -244,13 +239,14 @@ class _CheckpointLoader:
     """Loads one checkpoint: `prepare` checks it and lists the tensors to read, `read` changes the rank's state.
 
     - state: the state common to all ranks.
-    - generators, data, replica: this rank's own state.
+    - generators, data, replica: this rank's own state. same_layout: whether it was saved in the engine's layout.
     """
 
     state: Json
     generators: Json | None
     data: Json | None
     replica: dict[str, Tensor]
+    same_layout: bool
 
     def __init__(self, model: PipelineModule, update: WeightUpdate, path: Path):
         self._model, self._update, self._path = model, update, path
@@ -274,14 +270,12 @@ class _CheckpointLoader:
 
     def _read_own_state(self, ranks: list[Json]) -> None:
         """Read the states of this rank's generators, of its data and of its replica."""
-        rank, same = self._model.groups.rank, self.state["layout"] == _layout_of(self._model)
+        rank = self._model.groups.rank
+        self.same_layout = same = self.state["layout"] == _layout_of(self._model)
         # A world of another size may not have this rank. Rank 0 reads the first inputs in any layout.
         self.generators = decode(ranks[rank % len(ranks)]["generators"], self.reader.read)
         self.data = decode(ranks[rank if same else 0]["data"], self.reader.read)
         self.replica = decode(ranks[rank]["replica"], self.reader.read) if same else {}
-        if not same and self.data is not None and "taken" in self.data:
-            before, now = self.state["layout"]["data"], self._model.groups.data.size
-            self.data |= {"taken": self.data["taken"] * before // now, "loader": None}
 
     def _want_model(self) -> None:
         wanted, reader, left_out = self.wanted, self.reader, set(self.reader.manifest.state["left_out"])

@@ -11,11 +11,13 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from parallel3d.activity import Phase
 from parallel3d.comm.collectives import all_gather_object, all_reduce_max, broadcast
-from parallel3d.errors import ConfigError, DataError, nearest
+from parallel3d.errors import ConfigError, Parallel3DError, nearest
 from parallel3d.models.sliced import SlicedLogits
 from parallel3d.pipe.batch import signature
 from parallel3d.pipe.module import PipelineModule
+from parallel3d.rng import stream_seed
 
 # (inputs of a micro-batch, their signature) -> logits of the last stage; None on ranks of other stages.
 Forward = Callable[[dict[str, Tensor], int], Any]
@@ -48,15 +50,6 @@ class Request:
     pad_token_id: int | None = None
     seed: int | None = None
 
-    @classmethod
-    def of(cls, inputs: Sequence[Any], options: Mapping[str, Any]) -> Request:
-        """Return the request of these arguments. Raises ConfigError for unknown ones."""
-        known = [field.name for field in fields(cls)]
-        for name in options:
-            if name not in known:
-                raise ConfigError(f"generate has no {name!r}.{nearest(name, known)} It has {', '.join(known)}")
-        return cls(*inputs, **options)
-
     @property
     def ends(self) -> list[int]:
         """The tokens at which a sequence ends."""
@@ -66,6 +59,15 @@ class Request:
         """Return a hash of all fields."""
         values = [value.tolist() if isinstance(value, Tensor) else value for value in vars(self).values()]
         return hashlib.blake2b(repr(values).encode(), digest_size=16).hexdigest()
+
+    @classmethod
+    def of(cls, inputs: Sequence[Any], options: Mapping[str, Any]) -> Request:
+        """Return the request of these arguments. Raises ConfigError for an unknown one."""
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise ConfigError(f"generate has no {name!r}.{nearest(name, known)} It has {', '.join(known)}")
+        return cls(*inputs, **options)
 
     def problem(self, max_positions: int | None) -> str | None:
         """Return what is wrong with the request, and the remedy."""
@@ -111,12 +113,18 @@ class Request:
 
 
 @torch.no_grad()
-def generate(module: PipelineModule, forward: Forward, together: bool, request: Request) -> Tensor:
+def generate(
+    module: PipelineModule, forward: Forward, together: bool, inputs: Sequence[Any], options: Mapping[str, Any]
+) -> Tensor:
     """Return the prompts and what follows them, [batch, seq + new], on every rank.
 
-    together: whether all replicas must run as many forwards. Collective; raises ConfigError on all ranks.
+    - together: whether all replicas must run as many forwards.
+    - inputs, options: the fields of a Request, by place and by name.
+
+    Collective; raises ConfigError on all ranks.
     """
-    _agree(module, request)
+    request = _agree(module, inputs, options)
+    module.groups.activity.enter(Phase.GENERATING)
     layers: Any = list(module.layers.values())
     length = request.input_ids.shape[1] + request.max_new_tokens
     for layer in layers:
@@ -129,38 +137,51 @@ def generate(module: PipelineModule, forward: Forward, together: bool, request: 
             layer.keep_past(None)
 
 
-def _agree(module: PipelineModule, request: Request) -> None:
-    """Raise ConfigError on all ranks if one of them can't generate, or is told to generate something else."""
-    groups, layers = module.groups, dict[str, Any](module.layers.items())
-    unknown = [
-        f"layer {k}, a {type(layer).__name__}," for k, layer in layers.items() if not isinstance(layer, KeepsPast)
-    ]
-    if unknown:
-        problem: str | None = f"{unknown[0]} keeps no keys and values; generate by layers of models.from_hf or decoder"
-    else:
-        problem = request.problem(next((layer.max_positions for layer in layers.values()), None))
-    first: Any = layers.get("0")
-    if problem is None and hasattr(first, "check_inputs"):
-        try:
-            first.check_inputs(request.input_ids)
-        except DataError as error:
-            problem = str(error)
-    mine = (groups.coordinate("data"), request.digest()), (request.max_new_tokens, request.ends), problem
-    replicas, common, problems = zip(*all_gather_object(mine, groups.control), strict=True)
+def _agree(module: PipelineModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> Request:
+    """Return the request. Raises ConfigError on all ranks if one can't generate, or is told to generate something else."""
+    replica, problem, digest, common = module.groups.coordinate("data"), None, "", None
+    try:
+        request = Request.of(inputs, options)
+        _check(module, request)
+        digest, common = request.digest(), (request.max_new_tokens, request.ends)
+    except Parallel3DError as error:
+        problem = str(error)
+    except Exception as error:
+        problem = f"an argument of generate has a wrong type or value: {error}"
+    mine = (replica, digest), common, problem
+    replicas, everyone, problems = zip(*all_gather_object(mine, module.groups.control), strict=True)
     if found := next(filter(None, problems), None):
         raise ConfigError(found)
-    if len(set(replicas)) > groups.data.size or any(other != common[0] for other in common):
+    if len(set(replicas)) > module.groups.data.size or any(other != common for other in everyone):
         raise ConfigError(
             "the ranks were told to generate different things; give all stages and tensor-parallel ranks of a replica the same "
             "arguments, and all replicas the same max_new_tokens and eos_token_id"
         )
+    return request
+
+
+def _check(module: PipelineModule, request: Request) -> None:
+    """Raise ConfigError or DataError for layers that keep no keys and values, and for a request that they can't carry out."""
+    layers = dict[str, Any](module.layers.items())
+    for k, layer in layers.items():
+        if not isinstance(layer, KeepsPast):
+            raise ConfigError(
+                f"layer {k}, a {type(layer).__name__}, keeps no keys and values; generate by layers of models.from_hf or "
+                "decoder"
+            )
+    if problem := request.problem(next((layer.max_positions for layer in layers.values()), None)):
+        raise ConfigError(problem)
+    first: Any = layers.get("0")
+    if hasattr(first, "check_inputs"):
+        first.check_inputs(request.input_ids)
 
 
 def _continue(module: PipelineModule, forward: Forward, together: bool, request: Request, length: int) -> Tensor:
     """Append tokens until there are `length`, or all prompts of this replica, or with `together` of all, have ended."""
-    device, ends = module.device, request.ends
+    device, ends, replica = module.device, request.ends, module.groups.coordinate("data")
     draws = request.do_sample and request.seed is None  # else torch's generator stays as it is
-    generator = torch.Generator(device).manual_seed(int(torch.randint(2**62, ())) if draws else request.seed or 0)
+    seed = int(torch.randint(2**62, ())) if draws else request.seed or 0
+    generator = torch.Generator(device).manual_seed(stream_seed(seed, replica) if replica else seed)
     tokens, mask = request.input_ids.to(device, torch.int64), request.attention_mask
     mask = None if mask is None or mask.all() else mask.to(device).long()
     unfinished = torch.ones(len(tokens), dtype=torch.bool, device=device)
@@ -173,6 +194,7 @@ def _continue(module: PipelineModule, forward: Forward, together: bool, request:
         elif seen:  # those of the prompts are the default
             inputs["position_ids"] = torch.arange(seen, tokens.shape[1], device=device)[None]
         logits = forward(inputs, signature((inputs, seen)))
+        module.groups.activity.enter(Phase.GENERATING)  # the forward was another phase
         following, seen = _chosen(module, logits, request, generator, tokens), tokens.shape[1]
         following = following.where(unfinished, tokens.new_tensor(request.pad_token_id or 0))
         tokens = torch.cat([tokens, following[:, None]], 1)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from parallel3d.errors import DataError
 
@@ -23,7 +24,8 @@ class PackedDocuments(IterableDataset[tuple[dict[str, Tensor], Tensor]]):
     end. The last row is filled with `pad_token_id`, whose labels are -100.
 
     - documents: sequences of token ids, or mappings with "input_ids" and, in the convention of transformers (-100 where a token
-      is not to be learned, as in a prompt), "labels". Iterated anew in each epoch.
+      is not to be learned, as in a prompt), "labels". Iterated anew in each epoch. Each worker of a DataLoader packs its share
+      of them; an IterableDataset must share them itself.
 
     Raises DataError for a length below 1, and for a document with another number of labels than tokens.
     """
@@ -38,7 +40,10 @@ class PackedDocuments(IterableDataset[tuple[dict[str, Tensor], Tensor]]):
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         """Yield the rows of an epoch."""
         row: _Tokens = ([], [], [])
-        for document in self._documents:
+        documents, worker = iter(self._documents), get_worker_info()
+        if worker is not None and not isinstance(self._documents, IterableDataset):  # which gives each worker its own
+            documents = islice(documents, worker.id, None, worker.num_workers)
+        for document in documents:
             ids, labels = self._labelled(document)
             start = 0
             while start < len(ids):

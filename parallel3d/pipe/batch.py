@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
 from typing import Any
 
@@ -14,7 +14,7 @@ from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.structures import describe
 from parallel3d.config import BatchSizes, Config, resolve_batch
 from parallel3d.errors import ConfigError, DataError, PeerDataError, PeerEndOfData
-from parallel3d.pipe.data import MicroBatchSampler, ReplicaSamples
+from parallel3d.pipe.data import MicroBatchSampler, RepeatingLoader, ReplicaSamples
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.pipe.single_stage import SingleStageModule
 
@@ -38,6 +38,40 @@ class TrainingData:
     def use_iterator(self, iterator: Iterator[Any]) -> None:
         """Take micro-batches from this iterator when train_batch gets none."""
         self.iterator = iterator
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the position of the default iterator, if it has one: also in samples of all replicas since an epoch began."""
+        if not isinstance(self.iterator, RepeatingLoader):
+            return None
+        state = self.iterator.state_dict(self.source.num_left(self.iterator))
+        return state | {"samples": state["taken"] * self._samples_at_once()} if "taken" in state else state
+
+    def load_state_dict(self, state: Mapping[str, Any] | None, same_layout: bool, replicas: int) -> None:
+        """Continue at a position, saved with any number of replicas and micro-batches of any size.
+
+        same_layout, replicas: whether it was saved in this layout, and the number there. Raises DataError if no micro-batches
+        begin at that position.
+        """
+        if state is None or not isinstance(self.iterator, RepeatingLoader):
+            return
+        if "taken" in state:
+            at_once, size = self._samples_at_once(), self.sizes.micro_batch_size
+            # Older checkpoints don't tell the number of samples: their micro-batches had this size.
+            samples = state.get("samples", state["taken"] * replicas * size)
+            if samples % at_once:
+                raise DataError(
+                    f"the data position is {samples} samples into the epoch, where no micro-batches of {at_once // size} "
+                    f"replicas x {size} samples begin; keep these numbers as they were, or load with load_module_only=True"
+                )
+            taken = samples // at_once
+            own = state.get("loader") if same_layout and taken == state["taken"] else None
+            state = {**state, "taken": taken, "loader": own}
+        self.iterator.load_state_dict(state)
+        self.source.forget(self.iterator)
+
+    def _samples_at_once(self) -> int:
+        """Return the number of samples in a micro-batch of each replica."""
+        return self.sizes.micro_batch_size * self._model.groups.data.size
 
     def use_batch_fn(self, batch_fn: Callable[[Any], Any]) -> None:
         """Make (inputs, labels) by batch_fn(item) from each item that an iterator yields."""

@@ -43,13 +43,13 @@ class RepeatingLoader:
     def state_dict(self, unused: int = 0) -> dict[str, Any]:
         """Return the position `unused` micro-batches before the last one that was read. The state holds tensors.
 
-        A loader that has a state_dict, as torchdata's StatefulDataLoader, gives its own position, which is after the unused
+        A loader that has a position, as torchdata's StatefulDataLoader, gives it; it is after the unused
         ones: they are left out after a load, and a warning says so.
         """
         sampler = _resumable_sampler(self.loader)
         if sampler is not None:
             return {"sampler": sampler.state_dict(unused)}
-        own = self.loader.state_dict() if hasattr(self.loader, "state_dict") else None
+        own = self.loader.state_dict() if _is_stateful(self.loader) else None
         if unused and own is not None:
             warnings.warn(
                 f"{unused} micro-batches that were read, but not used, are left out after a load", stacklevel=2
@@ -75,18 +75,22 @@ class RepeatingLoader:
         set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
         if set_epoch is not None and state["epoch"] is not None:
             set_epoch(state["epoch"])
-        own = state.get("loader") if hasattr(self.loader, "load_state_dict") else None
+        own = state.get("loader") if _is_stateful(self.loader) else None
         if own is not None:
             self.loader.load_state_dict(own)
         self._start()
         if state["taken"]:
             self._generator = state["generator"]
             torch.set_rng_state(self._generator)
-        if own is not None:
-            self._num_taken = state["taken"]
-            return
-        for _ in range(state["taken"]):
-            next(self)
+        if own is None:
+            for _ in islice(self._iterator, state["taken"]):  # not past the epoch's end
+                pass
+        self._num_taken = state["taken"]
+
+
+def _is_stateful(loader: Any) -> bool:
+    """Return whether a loader has a position. accelerate's have the methods in any case."""
+    return hasattr(loader, "load_state_dict") and bool(getattr(loader, "use_stateful_dataloader", True))
 
 
 def _resumable_sampler(loader: Any) -> MicroBatchSampler | None:

@@ -53,7 +53,7 @@ def refusal(function: Any, *args: Any, **kwargs: Any) -> str:
 
 def names(directory: Path) -> list[str]:
     """What a user finds in a directory of checkpoints."""
-    return sorted(path.name for path in directory.iterdir() if path.name != ".parallel3d")
+    return sorted(path.name for path in directory.iterdir() if path.name not in (".parallel3d", "zero_to_fp32.py"))
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

@@ -10,6 +10,7 @@ from resume_runs import AFTER, BEFORE, SAMPLES_IN_ALL, Samples, break_and_go_on,
 
 import parallel3d
 from parallel3d import DeepSpeedEngine as Engine
+from parallel3d.errors import CheckpointError
 
 
 @pytest.mark.parametrize(
@@ -32,17 +33,22 @@ def test_a_broken_run_equals_an_unbroken_one(run_ranks, tmp_path, case: str, ran
         assert not case.startswith("fp16") or skipped > 0, "an overflow must be met to be tested"
 
 
-def samples_read(directory: str, goes_on: bool) -> list[list[int]]:
+def steps_read(engine: Engine, data: Samples, number: int) -> list[list[int]]:
     """Return the samples that this replica reads in each step."""
+    read = []
+    for _ in range(number):
+        data.read.clear()
+        engine.train_batch()
+        read.append(list(data.read))
+    return read
+
+
+def samples_read(directory: str, goes_on: bool) -> list[list[int]]:
     data = Samples()
     engine = make("plain", seed=4 if goes_on else 3, data=data)
     if goes_on:
         engine.load_checkpoint(directory)
-    read = []
-    for _ in range(AFTER if goes_on else BEFORE):
-        data.read.clear()
-        engine.train_batch()
-        read.append(list(data.read))
+    read = steps_read(engine, data, AFTER if goes_on else BEFORE)
     if not goes_on:
         engine.save_checkpoint(directory)
     return read
@@ -61,6 +67,31 @@ def test_the_order_of_the_data_goes_on_with_another_number_of_replicas(run_ranks
             micro_batches = [zip(samples[::2], samples[1::2], strict=True) for samples in own]
             found.append([k for together in zip(*micro_batches, strict=True) for pair in together for k in pair])
     assert found == wanted
+
+
+def other_micro_batches(directory: str, case: str) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the samples after some of an epoch in micro-batches of 2, and those of a run that continues in ones of 4."""
+    data = Samples()
+    engine = make(case, seed=3, data=data)
+    steps_read(engine, data, 5 if case == "stream" else 4)
+    engine.save_checkpoint(directory)
+    unbroken = steps_read(engine, data, AFTER)
+    other = make(case, seed=4, data=data, micro_batch_size=4)
+    other.load_checkpoint(directory)
+    broken = steps_read(other, data, AFTER)
+    if case != "stream":  # whose epochs are whole steps
+        last = make(case, seed=4, data=data, micro_batch_size=8)
+        refused = "12 samples into the epoch, where no micro-batches of 1 replicas x 8 samples begin; keep"
+        with pytest.raises(CheckpointError, match=refused):
+            last.load_checkpoint(directory)
+        last.load_checkpoint(directory, load_module_only=True)
+    return unbroken, broken
+
+
+@pytest.mark.parametrize("case", ["own loader", "stateful loader", "stream"])
+def test_the_data_go_on_with_another_size_of_micro_batches(run_ranks, tmp_path, case: str) -> None:
+    [(unbroken, broken)] = run_ranks(1, other_micro_batches, str(tmp_path), case)
+    assert unbroken == broken
 
 
 def iterators_of_a_script(directory: str) -> tuple[list[float], list[float]]:

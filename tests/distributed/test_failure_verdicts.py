@@ -25,6 +25,9 @@ from warm import WarmProcess
 import parallel3d
 from parallel3d.checkpoint import save
 from parallel3d.errors import ExecutionError, PeerError
+from parallel3d.models import DecoderConfig, decoder
+from parallel3d.models.generation import Request
+from parallel3d.models.layers import DecoderLayer
 from parallel3d.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from parallel3d.schedule.instructions import Op
 
@@ -294,6 +297,28 @@ def test_a_script_may_catch_the_exception_as_what_it_was(fault_ranks: FaultRanks
     told = [(tmp_path / f"peer{rank}").read_text() for rank in range(3) if (tmp_path / f"peer{rank}").exists()]
     assert told
     assert all(text.startswith("3 rank 3 (stage 1, host ") for text in told)
+
+
+def generate_and_catch(where: str) -> None:
+    """Rank 3 fails in a generation, and waits for the next one."""
+    config = DecoderConfig(vocab_size=9, hidden_size=8, ffn_size=8, num_layers=2, num_heads=2)
+    module = PipelineModule(decoder(config), num_stages=2, partition_method="uniform")
+    settings = {"train_micro_batch_size_per_gpu": 2, "failures": {"timeout_s": TIMEOUT_S}}
+    engine = parallel3d.initialize(model=module, config=settings)[0]
+    if os.environ["RANK"] == "3":
+        owner, name = {"keys": (DecoderLayer, "keep_past"), "choice": (Request, "choose")}[where]
+        setattr(owner, name, lambda *_: strike("raise"))
+    while True:
+        try:
+            engine.generate(torch.ones(1, 2, dtype=torch.int64), max_new_tokens=2)
+        except KeyError:
+            time.sleep(600)
+
+
+@pytest.mark.parametrize("where", ["keys", "choice"])
+def test_a_generation_that_fails_on_one_rank(fault_ranks: FaultRanks, tmp_path: Path, where: str):
+    ended = fault_ranks.run(4, tmp_path, generate_and_catch, where)
+    check(ended, tmp_path, 3, {"failed"}, "generation", {0, 1, 2, 3})
 
 
 def ends_by_sigterm(child: int) -> bool:

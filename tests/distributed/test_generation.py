@@ -15,6 +15,7 @@ import parallel3d
 from parallel3d.errors import ConfigError
 from parallel3d.models import from_hf
 from parallel3d.pipe import PipelineModule
+from parallel3d.rng import stream_seed
 
 BATCH, SEQ, NEW = 3, 6, 7
 # (model, stages, tensor-parallel ranks, whether sequences are shared, ZeRO stage, chunks of a stage) on 4 ranks.
@@ -55,8 +56,8 @@ def requests(replica: int, ends: list[int], of: Callable[..., Tensor]) -> list[T
     ]
 
 
-def by_transformers(model: Any, ids: Tensor, seed: int = 0, **options: Any) -> Tensor:
-    torch.manual_seed(seed)
+def by_transformers(model: Any, ids: Tensor, seed: int = 0, replica: int = 0, **options: Any) -> Tensor:
+    torch.manual_seed(stream_seed(seed, replica) if replica else seed)
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
     options.setdefault("attention_mask", torch.ones_like(ids))
     return model.generate(ids, **({"do_sample": False} | options))
@@ -96,8 +97,8 @@ def test_every_layout_says_what_transformers_says(run_ranks, full: bool):
     ends = {name: ends_of(model) for name, model in models.items()}
     ranks = run_ranks(4, generate_all, layouts, ends, timeout=500)
     for k, layout in enumerate(layouts):
-        reference = partial(by_transformers, models[layout[0]])
         for replica, found, lengths in (rank[k] for rank in ranks):
+            reference = partial(by_transformers, models[layout[0]], replica=replica)
             wanted = requests(replica, ends[layout[0]], reference)
             for own, theirs in zip(found, wanted, strict=True):
                 assert torch.equal(own, theirs), (layout, own, theirs)
@@ -119,7 +120,8 @@ def refusals() -> tuple[list[str], list[Tensor]]:
         {"temperature": 0.0},
         {"attention_mask": torch.tensor([[1, 1, 1, 0]] * 2)},
         {"seed": rank},
-        {"num_beam": 2},
+        {"num_beam": 2} if rank else {},
+        {"temperature": "hot"} if rank else {},
         {"input_ids": ids.clone().fill_(VOCAB)},
     ]
     told = []
@@ -150,6 +152,7 @@ def test_bad_requests_are_refused_on_all_ranks_with_the_remedy(run_ranks):
         "attention_mask [2, 4] of input_ids [2, 4]: give one of the same shape whose last column is 1",
         "the ranks were told to generate different things; give all stages",
         "generate has no 'num_beam'.",
+        "an argument of generate has a wrong type or value: '<=' not supported between instances of 'str' and 'int'",
         f"there is a token id {VOCAB}, but the model has words 0 to {VOCAB - 1}",
         "keeps no keys and values; generate by layers of models.from_hf or decoder",
     ]
@@ -159,3 +162,19 @@ def test_bad_requests_are_refused_on_all_ranks_with_the_remedy(run_ranks):
         assert torch.equal(
             torch.stack(generated), by_transformers(make_model("gpt2"), ids, max_new_tokens=3).repeat(2, 1, 1)
         )
+
+
+def whole_models_that_end_apart(end: int) -> Tensor:
+    """Generate by a model's own code at ZeRO-3: rank 0 ends after a token, rank 1 after NEW."""
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    engine = parallel3d.initialize(model=make_model("gpt2"), config=config)[0]
+    ids, ends = token_ids(1, 4), None if engine.global_rank else end
+    mask = torch.ones_like(ids)
+    return engine.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, eos_token_id=ends)
+
+
+def test_replicas_of_a_whole_model_with_sharded_weights_may_end_apart(run_ranks):
+    whole = by_transformers(make_model("gpt2"), token_ids(1, 4), max_new_tokens=NEW)
+    found = run_ranks(2, whole_models_that_end_apart, int(whole[0, 4]), timeout=60)
+    assert [tokens.tolist() for tokens in found] == [whole[:, :5].tolist(), whole.tolist()]

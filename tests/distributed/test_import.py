@@ -250,14 +250,24 @@ def test_shards_of_fsdp_are_joined(rank_pool: Any, tmp_path: Path):
     assert len(found.tensors) == 4 * 6
 
 
+@pytest.mark.parametrize("names", [["model.layers.0.up.weight", "lm_head.weight"], ["model.layers.0.up.weight"]])
+def test_names_of_hugging_face_keep_their_prefix_in_dcp(tmp_path: Path, names: list[str]):
+    weights = {name: torch.full((2,), float(k)) for k, name in enumerate(names)}
+    for place, content in (("flat", weights), ("wrapped", {"model": weights})):
+        dcp.save(content, checkpoint_id=tmp_path / place, no_dist=True)
+        assert main(["ckpt", "import", str(tmp_path / place), str(tmp_path / "ours")]) == 0
+        found = Reader(tmp_path / "ours" / place)
+        assert found.tensors.keys() == {f"model/{name}" for name in names}
+        assert all(torch.equal(found.read(f"model/{name}"), weight) for name, weight in weights.items())
+
+
 class Bomb:
     def __reduce__(self) -> tuple[Any, ...]:
         return torch.load, ("/dev/null",)
 
 
 def test_damaged_files_of_dcp_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    weights = {"model.a": torch.ones(2), "head": torch.ones(1)}
-    dcp.save(weights, checkpoint_id=tmp_path / "bad", no_dist=True)
+    dcp.save({"model": {"a": torch.ones(2)}, "head": torch.ones(1)}, checkpoint_id=tmp_path / "bad", no_dist=True)
     assert main(["ckpt", "import", str(tmp_path), str(tmp_path / "ours"), "--tag", "bad"]) == 2
     assert "has weights model.* and 'head'" in capsys.readouterr().err
     (tmp_path / "bad" / "__0_0.distcp").unlink()

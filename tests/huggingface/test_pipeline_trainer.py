@@ -16,7 +16,7 @@ Case = tuple[dict[str, Any] | None, int, dict[str, Any]]
 
 def case(stages: int, tensor_ranks: int, zero: dict[str, Any], replicas: int = 1, **options: Any) -> Case:
     layout = {"pipeline": {"stages": stages}, "tensor_parallel": {"size": tensor_ranks}}
-    return configuration(zero, **layout), replicas, options
+    return configuration(zero, **layout, **options.pop("config", {})), replicas, options
 
 
 PLAIN: dict[str, Case] = {"plain": (None, 1, {"again": True}), "adapters, plain": (None, 1, {"adapts": True})}
@@ -24,11 +24,18 @@ REFUSED = {"label_smoothing_factor": 0.1, "average_tokens_across_devices": False
 REFUSING: dict[str, Case] = {"refused": case(1, 1, {"stage": 1}, arguments=REFUSED)}
 ON_TWO: dict[str, Case] = {
     "pp2": case(2, 1, {"stage": 1}),  # its configuration is in a file
-    "dp2": case(1, 1, {"stage": 2}, 2, again=True),
+    "dp2": case(1, 1, {"stage": 2}, 2, again=True, shifted=True),
     "pp2, resumed in tp2": case(
-        1, 2, {"stage": 0}, resumes=True, again=True, arguments={"gradient_checkpointing": True}
+        1,
+        2,
+        {"stage": 0},
+        resumes=True,
+        again=True,
+        arguments={"gradient_checkpointing": True},
+        config={"train_batch_size": 8},
     ),
 }
+REFUSED_ON_TWO: dict[str, Case] = {"refused batch": case(2, 1, {"stage": 0}, config={"train_batch_size": 16})}
 ON_FOUR: dict[str, Case] = {
     "pp2dp2": case(2, 1, {"stage": 2, "offload_optimizer": CPU}, 2),
     "pp2dp2, resumed in pp2tp2": case(2, 2, {"stage": 0}, resumes=True, arguments={"gradient_checkpointing": True}),
@@ -47,7 +54,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     directory = tmp_path_factory.mktemp("pipelines")
     _, replicas, options = ON_TWO["pp2"]
     runs = launch_job(
-        directory, "pipeline_trainer_runs", ON_TWO["pp2"][0], {**ON_TWO, "pp2": (None, replicas, options)}
+        directory,
+        "pipeline_trainer_runs",
+        ON_TWO["pp2"][0],
+        {**REFUSED_ON_TWO, **ON_TWO, "pp2": (None, replicas, options)},
     )
     return directory, runs | run(directory, {**PLAIN, **REFUSING}, 1)
 
@@ -85,3 +95,5 @@ def test_a_training_on_four_ranks_is_that_of_one_process(found_on_four: tuple[Pa
 def test_what_would_give_other_numbers_is_refused(found: tuple[Path, dict[str, Any]]):
     error = found[1]["refused"]["error"]
     assert all(name in error for name in REFUSED)
+    batch = found[1]["refused batch"]["error"]
+    assert "16 != 2 x 4 x 1 = 8. Set train_batch_size to 8" in batch

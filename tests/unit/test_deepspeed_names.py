@@ -91,7 +91,18 @@ for absent in (MoE, UlyssesSPAttentionHF, groups._get_sequence_parallel_world_si
 row = torch.arange(6.0)[2:4]
 [kept] = clone_tensors_for_torch_save([row])
 assert kept.equal(row) and kept.untyped_storage().nbytes() == 8
-for wrong in ("import deepspeed.nowhere", "from deepspeed import nowhere", "deepspeed.nowhere"):
+import deepspeed.runtime.pipe.schedule as schedule
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from deepspeed.runtime.utils import partition_balanced, partition_uniform
+assert deepspeed.runtime.engine.DeepSpeedEngine is DeepSpeedEngine
+assert [len(step) for step in schedule.TrainSchedule(1, 1, 0)] == [2, 4]
+assert partition_balanced([5, 1, 1, 1, 2], 2) == [0, 1, 5] and partition_balanced([2, 1], 3) == [0, 1, 2, 2]
+assert partition_uniform(6, 3) == [0, 2, 4, 6] and partition_uniform(2, 3) == [0, 1, 2, 2]
+try:
+    deepspeed.initialize(model=None, config={{}}, dist_init_required=True)
+except AssertionError as error:
+    assert "model is a NoneType" in str(error), error
+for wrong in ("import deepspeed.nowhere", "deepspeed.runtime.nowhere", "from deepspeed import nowhere", "deepspeed.nowhere"):
     try:
         exec(wrong)
     except (ImportError, AttributeError) as error:

@@ -24,7 +24,7 @@ from parallel3d.checkpoint.export import (
 )
 from parallel3d.comm.collectives import all_gather_object, receive_bytes, send_bytes
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.errors import CheckpointError
+from parallel3d.errors import CheckpointError, Parallel3DError
 from parallel3d.models.huggingface.adapters import PREFIX, is_saved, merged, merged_name, save_adapters
 from parallel3d.models.huggingface.wrap import WrappedPart
 from parallel3d.parameters import Slicing, slicing_of, whole_shape
@@ -90,12 +90,12 @@ def save_hf(
         _save(module, values, _Output(Path(directory), dtype, max_file_bytes, merge_adapters))
 
 
-def whole_state_dict(module: PipelineModule) -> dict[str, Tensor] | None:
+def whole_state_dict(module: PipelineModule, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
     """Return all weights by Hugging Face's names, of a PeftModel the adapters alone, in host memory on rank 0; None elsewhere.
 
     Collective over all ranks; raises CheckpointError on all.
     """
-    output = _StateDict({})
+    output = _StateDict({}, exclude_frozen_parameters)
     with module.groups.activity.untimed(Phase.SAVING):
         module.wait_for_weights(module)
         _save(module, {}, output)
@@ -152,6 +152,7 @@ class _StateDict:
     """A state_dict as the output of an export."""
 
     state: dict[str, Tensor]
+    trained_only: bool
     directory: None = None
     merge: bool = False
 
@@ -173,6 +174,7 @@ class _Output:
     dtype: torch.dtype | None
     max_file_bytes: int
     merge: bool
+    trained_only: bool = False
 
     def write(
         self, pieces: Mapping[Key, Piece], tensors: Iterable[tuple[Key, Tensor]], config: Mapping[str, Any], peft: Any
@@ -197,26 +199,18 @@ def _save(module: PipelineModule, masters: Mapping[nn.Parameter, Tensor], output
     """Gather the pieces of all ranks on rank 0, which writes them. masters: written instead of their parameters."""
     groups = module.groups
     layers = {int(place): layer for place, layer in module.layers.items() if next(layer.parameters(), None) is not None}
-    known = {place: layer for place, layer in layers.items() if isinstance(layer, HuggingFaceLayer)}
     peft: Any = next((part.whole.peft for part in module.layers.values() if isinstance(part, WrappedPart)), None)
-    error = next((_unknown(place, layer) for place, layer in layers.items() if place not in known), None)
-    if error is None and groups.rank == 0 and output.directory is not None:
-        error = check_empty(output.directory)
-    if error is None and output.merge and peft is None and known:
-        error = "merge_adapters is True, but the model has no adapters; leave it out"
-    config = next((layer.config_json() for layer in known.values()), None) if peft is None else peft.config.to_dict()
     pieces: dict[Key, Piece] = {}
-    contributing = known if groups.coordinate("data") == 0 else {}
-    for place, layer in contributing.items():
-        for name, stored in layer.stored().items():
-            tensor = attrgetter(name)(layer)
-            if peft is not None and not output.merge and not is_saved(peft, name, tensor):
-                continue
-            value = masters.get(tensor, tensor)
-            pieces[place, name] = Piece(
-                stored, tuple(value.shape), whole_shape(tensor), value.dtype, slicing_of(tensor)
-            )
-    everyone = all_gather_object((pieces, config, error), groups.control)
+    config = error = None
+    try:
+        if groups.rank == 0 and output.directory is not None and (problem := check_empty(output.directory)):
+            raise CheckpointError(problem)
+        if output.merge and peft is None and layers:
+            raise CheckpointError("merge_adapters is True, but the model has no adapters; leave it out")
+        pieces, config = _own_pieces(layers, peft, masters, output)
+    except Exception as raised:
+        error = _message(raised)
+    everyone = all_gather_object((pieces if groups.coordinate("data") == 0 else {}, config, error), groups.control)
     _raise_first([error for _, _, error in everyone])
     holders = _holders([pieces for pieces, _, _ in everyone])
     with _Values(layers, masters) as values:
@@ -231,6 +225,36 @@ def _save(module: PipelineModule, masters: Mapping[nn.Parameter, Tensor], output
                     if groups.rank in held:
                         send_bytes(value, 0, groups.control)
     _raise_first(all_gather_object(error, groups.control))
+
+
+def _own_pieces(
+    layers: Mapping[int, nn.Module], peft: Any, masters: Mapping[nn.Parameter, Tensor], output: _Output | _StateDict
+) -> tuple[dict[Key, Piece], Mapping[str, Any] | None]:
+    """Return the pieces in these layers, and the content of config.json if there are layers. Raises CheckpointError."""
+    pieces: dict[Key, Piece] = {}
+    config = None if peft is None else peft.config.to_dict()
+    for place, layer in layers.items():
+        if not isinstance(layer, HuggingFaceLayer):
+            raise CheckpointError(
+                f"layer {place}, a {type(layer).__name__}, is none of from_hf's or decoder's: Hugging Face has no name for its "
+                "weights"
+            )
+        config = config or layer.config_json()
+        for name, stored in layer.stored().items():
+            tensor = attrgetter(name)(layer)
+            if output.trained_only and isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+                continue
+            if peft is not None and not output.merge and not is_saved(peft, name, tensor):
+                continue
+            value = masters.get(tensor, tensor)
+            pieces[place, name] = Piece(
+                stored, tuple(value.shape), whole_shape(tensor), value.dtype, slicing_of(tensor)
+            )
+    return pieces, config
+
+
+def _message(error: Exception) -> str:
+    return str(error) if isinstance(error, Parallel3DError) else f"{type(error).__name__}: {error}"
 
 
 class _Values:
@@ -260,15 +284,9 @@ class _Values:
         return self._masters.get(tensor, tensor).detach()
 
 
-def _unknown(place: int, layer: nn.Module) -> str:
-    kind = type(layer).__name__
-    return f"layer {place}, a {kind}, is none of from_hf's or decoder's: Hugging Face has no name for its weights"
-
-
 def _raise_first(errors: Sequence[str | None]) -> None:
     """Raise the first rank's error, on all ranks."""
-    found = next((error for error in errors if error is not None), None)
-    if found is not None:
+    if found := next(filter(None, errors), None):
         raise CheckpointError(found)
 
 
@@ -317,8 +335,8 @@ def _write(
     error = None
     try:
         output.write({key: next(iter(held.values())) for key, held in holders.items()}, tensors, config, peft)
-    except CheckpointError as raised:
-        error = str(raised)
+    except Exception as raised:
+        error = _message(raised)
     for _ in tensors:  # receives what the other ranks still send
         pass
     return error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -44,6 +45,10 @@ class Weights:
         """Give the tensor `other` the second name `name`, unless there is one of that name, or none to name."""
         if other in self._tensors:
             self._tensors.setdefault(name, self._tensors[other])
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Add a tensor, or replace that of this name."""
+        self._tensors[name] = tensor
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of a tensor along dim; nothing else is read from a file."""
@@ -109,13 +114,21 @@ def _files_of(directory: Path) -> list[Path]:
         files = sorted({directory / file for file in index.weight_map.values()})
         missing = [file.name for file in files if not file.is_file()]
         if missing:
-            raise CheckpointError(f"{directory / INDEX} names files that are not there: {', '.join(missing)}")
+            raise CheckpointError(
+                f"{directory / INDEX} names files that are not there: {', '.join(missing)}{download_of(directory)}"
+            )
         return files
     if (directory / SINGLE).is_file():
         return [directory / SINGLE]
     others = sorted(p.name for p in directory.glob("*.bin")) if directory.is_dir() else []
     hint = f"; {others[0]} is a pickle: save it again with transformers' save_pretrained" if others else ""
-    raise CheckpointError(f"{directory} has no {SINGLE} and no {INDEX}{hint}")
+    raise CheckpointError(f"{directory} has no {SINGLE} and no {INDEX}{hint or download_of(directory)}")
+
+
+def download_of(directory: Path) -> str:
+    """Return the remedy for what is missing in a directory of the hub's local cache; of any other directory, nothing."""
+    model = re.search("/models--([^/]+)/snapshots/", directory.as_posix())
+    return f"; download it: hf download {model[1].replace('--', '/', 1)}" if model else ""
 
 
 def check_weights(weights: Weights, wanted: Iterable[Stored], tied: bool, where: str) -> None:

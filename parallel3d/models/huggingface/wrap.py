@@ -56,6 +56,11 @@ class WrappedModel:
     weights: Weights | None = None
     draw: Callable[[nn.Module], None] | None = None
 
+    @property
+    def text_config(self) -> Any:
+        """The section of the config that describes the language model; mostly the config itself."""
+        return self.config.get_text_config()
+
     def __deepcopy__(self, memo: object) -> WrappedModel:
         return self  # it is not changed, and `draw` knows the whole model
 
@@ -90,7 +95,7 @@ class WrappedPart(nn.Module):
     @property
     def max_positions(self) -> int | None:
         """Number of positions that the model is made for, if its config says so."""
-        found: int | None = getattr(self.whole.config, "max_position_embeddings", None)
+        found: int | None = getattr(self.whole.text_config, "max_position_embeddings", None)
         return found
 
     def keep_past(self, length: int | None) -> None:
@@ -129,7 +134,9 @@ def _give_memory(module: nn.Module) -> None:
         for name, parameter in owner._parameters.items():
             if parameter is not None:
                 if parameter not in made:
-                    new = made[parameter] = nn.Parameter(torch.empty_like(parameter, device=_device()))
+                    new = made[parameter] = nn.Parameter(
+                        torch.empty_like(parameter, device=_device()), parameter.requires_grad
+                    )
                     vars(new).update(vars(parameter))
                 owner._parameters[name] = made[parameter]
 
@@ -185,7 +192,7 @@ class Entry(WrappedPart):
 
     def check_inputs(self, inputs: Any) -> None:
         """Raise DataError for token ids outside of the vocabulary; called before a step."""
-        check_tokens(inputs, self.whole.config.get_text_config().vocab_size)
+        check_tokens(inputs, self.whole.text_config.vocab_size)
 
     def forward(self, inputs: Tensor | Mapping[str, Any]) -> dict[str, Any]:
         """Run the model up to its layers. Raises DataError for inputs that are neither token ids nor a dict."""

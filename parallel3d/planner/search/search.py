@@ -190,14 +190,13 @@ def _fastest_exchange(network: Network, tensor_ranks: int, collective: Collectiv
 
 
 def listed(found: Sequence[StepPrediction], num_best: int) -> list[StepPrediction]:
-    """Return the best candidates, at most a few of one shape. found: the best first."""
+    """Return the best candidates, more than a few of one shape only where there are too few others. found: the best first."""
     of_shape: Counter[Grid] = Counter()
-    chosen: list[StepPrediction] = []
-    for candidate in found:
+    places: list[tuple[bool, int]] = []
+    for place, candidate in enumerate(found):
         of_shape[candidate.layout.shape] += 1
-        if of_shape[candidate.layout.shape] <= _OF_A_SHAPE:
-            chosen.append(candidate)
-    return chosen[:num_best]
+        places.append((of_shape[candidate.layout.shape] > _OF_A_SHAPE, place))
+    return [found[place] for place in sorted(place for _, place in sorted(places)[:num_best])]
 
 
 class BranchAndBound:
@@ -262,7 +261,7 @@ class BranchAndBound:
         fitting, limit = {c.layout for c in self.fitting}, self._limit()
         waiting = [(float(seconds[k]), n, k, 0) for n, k in enumerate(order.tolist())]
         heapify(waiting)
-        while waiting and waiting[0][0] < best:
+        while waiting and (waiting[0][0] < best or len(fitting) < self._num_best):
             _, n, k, number = heappop(waiting)
             if passing[k] > limit:
                 continue

@@ -143,6 +143,15 @@ def test_json_may_have_comments_and_trailing_commas(tmp_path):
     assert config.optimizer.params == {"lr": 1e-4, "betas": (0.9, 0.95)}
 
 
+def test_a_path_may_be_of_any_class(tmp_path):
+    class Location:
+        def __fspath__(self) -> str:
+            return str(tmp_path / "config.json")
+
+    (tmp_path / "config.json").write_text('{"train_batch_size": 8}')
+    assert load(Location()).train_batch_size == 8
+
+
 def test_a_path_may_be_text_and_a_file_may_start_with_a_byte_order_mark(tmp_path):
     path = tmp_path / "c.json"
     path.write_text('{"seed": 7}', encoding="utf-8-sig")

@@ -10,7 +10,7 @@ from hf_models import load_model, make_model, save_model, token_ids
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from parallel3d.errors import ConfigError, DataError
+from parallel3d.errors import CheckpointError, ConfigError, DataError
 from parallel3d.models import CausalLMLoss, DecoderConfig, PackedDocuments, Rope, decoder, from_hf, save_hf
 from parallel3d.models.huggingface.weights import Weights, load_layer
 from parallel3d.pipe import LayerSpec, PipelineModule
@@ -191,7 +191,7 @@ def test_a_decoder_of_ones_own_becomes_an_architecture_of_hugging_face(tmp_path,
 
 def test_switches_that_no_architecture_has_together_are_refused(tmp_path):
     config = DecoderConfig(vocab_size=9, hidden_size=8, ffn_size=8, num_layers=1, num_heads=1, norm="layer")
-    with pytest.raises(ConfigError, match="norm='layer'"):
+    with pytest.raises(CheckpointError, match="norm='layer'"):
         save_hf(PipelineModule(decoder(config), num_stages=1), tmp_path / "out")
 
 

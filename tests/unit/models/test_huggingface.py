@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import load_model, make_model, save_model, token_ids
+from hf_models import load_model, make_model, save_model, token_ids, transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from parallel3d.checkpoint.export import Section, Stored
 from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.models import from_hf, save_hf
+from parallel3d.models.huggingface.load import sizes_of
 from parallel3d.models.huggingface.weights import Weights, load_layer
 from parallel3d.parameters import Slicing
 from parallel3d.pipe import PipelineModule
@@ -297,6 +298,18 @@ def test_a_name_of_the_hub_is_looked_up_in_the_local_cache(tmp_path, monkeypatch
     (cache / "refs").mkdir()
     (cache / "refs" / "main").write_text("abc")
     assert len(from_hf("org/tiny")) == 5
+    for file in ("model.safetensors", "config.json"):
+        (cache / "snapshots" / "abc" / file).unlink()
+        with pytest.raises((CheckpointError, ConfigError), match=rf"has no {file}.* download it: hf download org/tiny"):
+            from_hf("org/tiny")
+
+
+def test_the_sizes_of_a_text_model_may_be_in_a_section_of_its_config():
+    model: Any = make_model("phi")
+    model.config = transformers().PreTrainedConfig(text_config=model.config)
+    layers = from_hf(model)
+    assert sizes_of(layers).max_positions == 64
+    assert all(spec.build().max_positions == 64 for spec in layers)
 
 
 def test_an_export_is_whole_or_not_there(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from parallel3d.errors import DataError
 from parallel3d.models import PackedDocuments
@@ -42,3 +43,9 @@ def test_labels_of_a_prompt_are_not_learned():
         next(iter(PackedDocuments([{"input_ids": [1, 2], "labels": [1]}], 4)))
     with pytest.raises(DataError, match="rows of 0 tokens"):
         PackedDocuments([[1, 2]], 0)
+
+
+def test_workers_of_a_loader_share_the_documents():
+    loader = DataLoader(PackedDocuments([[k] * 3 for k in range(5)], 4, PAD), batch_size=None, num_workers=2)
+    tokens = [token for inputs, _ in loader for token in inputs["input_ids"].tolist() if token != PAD]
+    assert sorted(tokens) == [k for k in range(5) for _ in range(3)]
