@@ -128,6 +128,7 @@ class WeightUpdate:
             open_kernel=lambda b: open_update_kernels(optimizer, b, groups, model.device, config.kernels),
             storage=self._storage,
             host=self.host_shards,
+            stage=self.policy.stage,
         )
         self.scaler = LossScaler(precision.scaling) if precision.scaling is not None else None
         self._attach_state()

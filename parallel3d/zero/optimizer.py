@@ -39,7 +39,7 @@ class ShardedOptimizer:
     Its parameter groups keep their settings, and a parameter's pieces stay in its group; so learning-rate schedules and
     the user's handles go on working. on_gather: called with the owners and the index of each bucket whose gather has been
     launched, and its Work. Raises ConfigError for an optimizer that would compute something else on shards, unless
-    allow_untested, and for parameters that aren't the model's.
+    allow_untested, and for parameters that aren't the model's. stage: of ZeRO.
 
     open_kernel: called when the optimizer holds the masters; returns the kernel that steps these buckets, or None.
     storage: where the state of the buckets that are offloaded is kept. offloaded: that state; None if there is none.
@@ -56,12 +56,13 @@ class ShardedOptimizer:
         open_kernel: Callable[[Sequence[Bucket]], FusedAdamW | None] | None = None,
         storage: Storage | None = None,
         host: HostShards | None = None,
+        stage: int = 0,
     ):
         self.optimizer = optimizer
         # Buckets come from the last layer on; the next forward needs them from the first layer on.
         self.buckets = list(buckets)[::-1]
         cuts = any(b.partition.size > 1 or b.is_offloaded for b in self.buckets)
-        check_optimizer(optimizer, cuts, allow_untested)
+        check_optimizer(optimizer, cuts, allow_untested, stage)
         masters: dict[nn.Parameter, list[nn.Parameter]] = {p: [] for p in model_parameters}
         for bucket in self.buckets:
             for piece in bucket.pieces:
@@ -226,34 +227,40 @@ def _state_of(key: str, value: Any, parameter: Tensor, master: Tensor, start: in
     return part.to(master.dtype if part.is_floating_point() else part.dtype, copy=True)
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, partitioned: bool, allow_untested: bool = False) -> None:
+def check_optimizer(
+    optimizer: torch.optim.Optimizer, partitioned: bool, allow_untested: bool = False, stage: int = 0
+) -> None:
     """Raise ConfigError for an optimizer that would compute something else on shards, or that no engine can step.
 
     partitioned: whether it will get flat parts of tensors. allow_untested: accept, with a warning, an optimizer that is not
-    known to be elementwise; an optimizer that is known to need whole tensors is an error in any case.
+    known to be elementwise; an optimizer that is known to need whole tensors is an error in any case. stage: of ZeRO; with a
+    single replica it cuts no tensor, but an optimizer is refused as it would be with several.
     """
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError(f"optimizer {name} evaluates the model within its step, which no engine can do; use AdamW")
-    if not partitioned or type(optimizer) in _ELEMENTWISE or getattr(type(optimizer), "elementwise", False):
+    if type(optimizer) in _ELEMENTWISE or getattr(type(optimizer), "elementwise", False):
         return
     known = ", ".join(cls.__name__ for cls in _ELEMENTWISE)
     if isinstance(optimizer, _WHOLE_TENSOR):
+        if not partitioned:
+            return
         raise ConfigError(
             f"optimizer {name} works on whole tensors, but a rank has only shards of them; use zero_optimization.stage 0, or "
             f"Lion or one of {known}"
         )
-    if not allow_untested:
+    if not allow_untested and (partitioned or stage):
         raise ConfigError(
             f"optimizer {name} is not known to be elementwise, so shards of tensors may change what it does; use "
             f"zero_optimization.stage 0, Lion or one of {known}, or, if it is elementwise, give its class the attribute "
             "elementwise = True or set zero_allow_untested_optimizer to true"
         )
-    warnings.warn(
-        f"optimizer {name} gets shards of tensors, as zero_allow_untested_optimizer wants; unless it is elementwise, the "
-        "weights now depend on the layout",
-        stacklevel=2,
-    )
+    if partitioned:
+        warnings.warn(
+            f"optimizer {name} gets shards of tensors, as zero_allow_untested_optimizer wants; unless it is elementwise, the "
+            "weights now depend on the layout",
+            stacklevel=2,
+        )
 
 
 class StepAgreement:

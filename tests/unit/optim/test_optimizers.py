@@ -244,7 +244,7 @@ def test_an_optimizer_is_accepted_on_shards_if_and_only_if_they_leave_it_alone(c
     except ValueError:  # Muon wants matrices
         elementwise = False
     optimizer = cls([nn.Parameter(whole)])
-    check_optimizer(optimizer, partitioned=False)
+    check_optimizer(optimizer, partitioned=False, stage=2)
     if elementwise:
         check_optimizer(optimizer, partitioned=True)
     else:
@@ -270,6 +270,9 @@ def test_unknown_optimizers_are_refused_on_shards_unless_they_or_the_user_say_th
             ConfigError, match=f"{cls.__name__} is not known to be elementwise.*elementwise = True or set"
         ):
             check_optimizer(optimizer, partitioned=True)
+        with pytest.raises(ConfigError, match=f"{cls.__name__} is not known to be elementwise"):  # one replica
+            check_optimizer(optimizer, partitioned=False, stage=1)
+        check_optimizer(optimizer, partitioned=False, allow_untested=True, stage=1)
         with pytest.warns(UserWarning, match=f"{cls.__name__} gets shards.*weights now depend on the layout"):
             check_optimizer(optimizer, partitioned=True, allow_untested=True)
     check_optimizer(Declared(parameters((2, 3))), partitioned=True)
