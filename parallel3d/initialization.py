@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from parallel3d.comm.collectives import everywhere
 from parallel3d.comm.environment import init_distributed, local_device
 from parallel3d.config import BatchSizes, Config, batch_sizes, load
 from parallel3d.deepspeed.accessors import DeepSpeedEngine, PipelineEngine
@@ -65,6 +66,7 @@ def initialize(
 
     Raises ConfigError, CheckpointError, CommunicationError. Collective: every rank calls it at the same point of its script.
     """
+    _check_order(args, model, config)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     _check_mpu(mpu, mesh_param)
     model = _with_weights(model, weights)
@@ -75,12 +77,27 @@ def initialize(
     _check_module(pipeline, settings)
     sizes = _batch_sizes(pipeline, settings)
     trained = _trainable(model.parameters() if model_parameters is None else model_parameters)
+    if settings.optimizer is not None and everywhere(not trained, pipeline.groups.control):
+        warnings.warn("no parameter requires a gradient: nothing is trained; set requires_grad of some", stacklevel=2)
     built = _make_optimizer(optimizer, trained, settings)
     scheduler = _make_scheduler(lr_scheduler, built, settings)
     loader = make_loader(pipeline, training_data, sizes, settings, collate_fn) if training_data is not None else None
     iterator = RepeatingLoader(loader) if loader is not None else None
     kind = PipelineEngine if pipeline is model else DeepSpeedEngine
     return kind(pipeline, settings, sizes, built, scheduler, iterator), built, loader, scheduler
+
+
+def _check_order(args: Any, model: Any, config: Any) -> None:
+    """Raise ConfigError where a model or a configuration is given in the place of another argument."""
+    if isinstance(args, (nn.Module, Mapping, str, Path, Config)):
+        raise ConfigError(
+            f"the first argument of initialize, args, is a {type(args).__name__}, but it is for the parsed command line; write "
+            "initialize(model=model, config=config)"
+        )
+    if isinstance(config, nn.Module):
+        raise ConfigError(
+            f"config is a {type(config).__name__} and model a {type(model).__name__}; give them the other way round"
+        )
 
 
 def _with_weights(model: object, weights: str | Path | None) -> nn.Module:

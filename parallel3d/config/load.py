@@ -35,13 +35,15 @@ def load(source: Source, auto: Mapping[str, Any] | None = None, known: Mapping[s
     - known: further values by dotted key, for those that are still "auto". scheduler.params.warmup_max_lr falls back to the
       optimizer's lr.
 
-    Raises ConfigError that lists all problems. Warns about the known keys that are left out.
+    Raises ConfigError that lists all problems. Warns about the known keys that are left out, or raises if `strict`.
     """
     if isinstance(source, Config):
         if auto:
             raise ConfigError(f'auto gives {", ".join(auto)}, but a Config has no "auto" left; drop one of the two')
         return source
     reading = read(source, auto, known)
+    if reading.config.strict and reading.warnings:
+        raise ConfigError(f"{reading.name}: strict is true, and {'; '.join(reading.warnings)}")
     for line in reading.warnings:
         warnings.warn(f"{reading.name}: {line}", stacklevel=2)
     return reading.config

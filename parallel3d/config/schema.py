@@ -311,6 +311,7 @@ class Config(Section):
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(_lower, json_schema_input_type=str)] = key(
         "mean", '"mean" over the replicas, or "sum"'
     )
+    strict: bool = own_key(False, "true or false: whether a key that is left out is an error and not a warning")
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
     fp16: Fp16Config = Fp16Config()
