@@ -370,7 +370,7 @@ def test_keys_of_stage_3_are_read_without_their_prefix():
     assert load({"zero_optimization": values}) == load({"zero_optimization": named})
     assert load({"zero_optimization": {"gather_16bit_weights_on_model_save": True}}) == Config()
     with pytest.raises(
-        ConfigError, match="max_live_parameters is the old name of .*stage3_max_live_parameters, and both are given"
+        ConfigError, match=r"max_live_parameters is the old name of .*stage3_max_live_parameters, and both are given"
     ):
         load({"zero_optimization": {**values, **named}})
 
