@@ -359,6 +359,22 @@ def test_the_older_names_of_offload_are_read():
     assert (old.zero_optimization.offload_param.device, old.zero_optimization.offload_param.max_in_cpu) == ("cpu", None)
 
 
+def test_keys_of_stage_3_are_read_without_their_prefix():
+    values = {
+        "max_live_parameters": 7,
+        "max_reuse_distance": 6,
+        "prefetch_bucket_size": 5,
+        "param_persistence_threshold": 4,
+    }
+    named = {f"stage3_{key}": value for key, value in values.items()}
+    assert load({"zero_optimization": values}) == load({"zero_optimization": named})
+    assert load({"zero_optimization": {"gather_16bit_weights_on_model_save": True}}) == Config()
+    with pytest.raises(
+        ConfigError, match=r"max_live_parameters is the old name of .*stage3_max_live_parameters, and both are given"
+    ):
+        load({"zero_optimization": {**values, **named}})
+
+
 @pytest.mark.parametrize(
     ("zero", "parts"),
     [
