@@ -3,7 +3,13 @@
 What it offers is imported when it is first used: the commands' help does without torch.
 """
 
+import sys
+from collections.abc import Sequence
 from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -85,3 +91,19 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'parallel3d' has no attribute {name!r}")
     globals()[name] = value
     return value
+
+
+class _Finder(MetaPathFinder):
+    """Finds parallel3d.ops and others by DeepSpeed's import paths; parallel3d.deepspeed has them, and takes long to import."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        name = fullname.removeprefix(f"{__name__}.")
+        if name != "arguments" and _PACKAGES.get(name, name) == name:
+            return None
+        alias = import_module("parallel3d.deepspeed.aliases").Alias
+        return spec_from_loader(fullname, alias(sys.modules.pop(fullname)), is_package=True)
+
+
+sys.meta_path.append(_Finder())

@@ -8,7 +8,7 @@ from pydantic import SecretStr
 
 from parallel3d.config.section import NonEmpty, NonNegative, Positive, Section, key, keys_of
 
-_FOLDER = 'a folder, or "" for one in the home directory'
+_FOLDER = 'a folder, or "" for the working directory'
 
 
 class TensorboardConfig(Section):

@@ -367,6 +367,11 @@ class Config(Section):
     memory_breakdown: bool = False
     dump_state: bool = False
 
+    @property
+    def monitor_config(self) -> Config:
+        """This configuration, by the name with which DeepSpeed's scripts give it to MonitorMaster."""
+        return self
+
     @model_validator(mode="after")
     def _fixed_batch(self) -> Config:
         if self.elastic.enabled and (self.train_batch_size is None or self.train_micro_batch_size_per_gpu is None):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+from parallel3d.comm.environment import get_rank
 from parallel3d.config import Config
 from parallel3d.config.monitors import CometConfig, CsvMonitorConfig, TensorboardConfig, WandbConfig
 
@@ -19,23 +20,21 @@ class _Writer(Protocol):
     def write(self, name: str, value: float, step: int) -> None: ...
 
 
-def _folder(section: TensorboardConfig | CsvMonitorConfig, home: str) -> Path:
-    folder = Path(section.output_path or Path.home() / home) / section.job_name
+def _folder(section: TensorboardConfig | CsvMonitorConfig) -> Path:
+    folder = Path(section.output_path, section.job_name)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 class _Csv:
     def __init__(self, section: CsvMonitorConfig):
-        self._folder = _folder(section, "csv_monitor")
-        self._begun: set[Path] = set()
+        self._folder = _folder(section)
 
     def write(self, name: str, value: float, step: int) -> None:
         path = self._folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
         with path.open("a", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
-            if path not in self._begun:
-                self._begun.add(path)
+            if file.tell() == 0:  # else a restarted training goes on
                 writer.writerow(["step", name.rpartition("/")[2]])
             writer.writerow([step, value])
 
@@ -45,7 +44,7 @@ class _Tensorboard:
         from torch.utils.tensorboard import SummaryWriter
 
         make: Callable[..., Any] = SummaryWriter
-        self._writer = make(log_dir=str(_folder(section, "tensorboard")))
+        self._writer = make(log_dir=str(_folder(section)))
 
     def write(self, name: str, value: float, step: int) -> None:
         self._writer.add_scalar(name, value, step)
@@ -92,13 +91,14 @@ class _Comet:
 class MonitorMaster:
     """The monitors that a configuration enables. DeepSpeed's name.
 
-    - writes_here: whether this rank writes, as one does.
+    - writes_here: whether this rank writes; by default rank 0 does.
     - enabled: whether this rank writes anything.
 
     Where a monitor's package is missing, warns, and writes nothing there.
     """
 
-    def __init__(self, config: Config, writes_here: bool):
+    def __init__(self, config: Config, writes_here: bool | None = None):
+        writes_here = get_rank() == 0 if writes_here is None else writes_here
         self._writers: list[_Writer] = []
         for name, kind in (("tensorboard", _Tensorboard), ("csv_monitor", _Csv), ("wandb", _Wandb), ("comet", _Comet)):
             section = getattr(config, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -118,6 +119,30 @@ def test_all_imports_are_the_packages_own_modules(tmp_path: Path):
         assert wheel.testzip() is None
     code = IMPORTS.format(site=str(tmp_path / "site"), version=VERSION)
     [ended] = run_codes(code, tmp_path / "run", [{}])
+    assert ended.returncode == 0, ended.stderr
+
+
+FIRST_IMPORTS = """
+import sys
+import parallel3d
+assert "torch" not in sys.modules
+from parallel3d.ops.adam import FusedAdam
+from parallel3d.utils import log_dist
+from parallel3d.runtime.lr_schedules import WarmupLR
+import parallel3d.checkpointing, parallel3d.deepspeed.ops.adam as own
+assert parallel3d.ops.adam is own and parallel3d.checkpointing is parallel3d.deepspeed.checkpointing
+assert own.__name__ == own.__spec__.name == "parallel3d.deepspeed.ops.adam"
+try:
+    import parallel3d.nowhere
+except ModuleNotFoundError as error:
+    assert "parallel3d.nowhere" in str(error)
+else:
+    raise AssertionError("nowhere")
+"""
+
+
+def test_modules_by_deepspeeds_paths_are_found_before_anything_else_is_imported():
+    ended = subprocess.run([sys.executable, "-c", FIRST_IMPORTS], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
 
 

@@ -49,6 +49,15 @@ def test_a_csv_file_of_each_value(tmp_path: Path):
     }
 
 
+def test_a_scripts_own_monitor_goes_on_with_the_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """As DeepSpeed's tutorial makes it; without output_path the folder is in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    config = load({"csv_monitor": {"enabled": True, "job_name": "run"}})
+    for step in (4, 8):  # a training and its restart
+        MonitorMaster(config.monitor_config).write_events([("Train/loss", step / 8, step)])
+    assert (tmp_path / "run" / "Train_loss.csv").read_text().split() == ["step,loss", "4,0.5", "8,1.0"]
+
+
 def test_tensorboard_gets_scalars(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     told: list[Any] = []
     writer = SimpleNamespace(add_scalar=lambda *scalar: told.append(scalar), flush=lambda: None)
