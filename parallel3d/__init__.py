@@ -3,7 +3,12 @@
 What it offers is imported when it is first used: the commands' help does without torch.
 """
 
+import sys
+from collections.abc import Sequence
 from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -73,7 +78,8 @@ _MODULES = {
     "tp_model_init": "models.huggingface.in_place",
 }
 _PACKAGES = {name: name for name in ("comm", "pipe", "zero")}
-_PACKAGES |= {name: f"deepspeed.{name}" for name in ("accelerator", "checkpointing", "ops", "runtime", "utils")}
+_DEEPSPEED = ("accelerator", "checkpointing", "ops", "runtime", "utils")
+_PACKAGES |= {name: f"deepspeed.{name}" for name in _DEEPSPEED}
 
 
 def __getattr__(name: str) -> Any:
@@ -85,3 +91,29 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'parallel3d' has no attribute {name!r}")
     globals()[name] = value
     return value
+
+
+class _DeepSpeedPaths:
+    """Finds DeepSpeed's import paths: `parallel3d.ops.adam` is parallel3d.deepspeed.ops.adam, and so on."""
+
+    @staticmethod
+    def find_spec(
+        fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of such a module, which is the same one under both names; None for others."""
+        package, _, rest = fullname.partition(".")
+        if package != __name__ or rest.partition(".")[0] not in (*_DEEPSPEED, "arguments"):
+            return None
+        alias = import_module("parallel3d.deepspeed.aliases").Alias  # sets the paths of what is imported always
+        own = f"{__name__}.deepspeed.{rest}"
+        try:
+            module = sys.modules.get(fullname) or import_module(own)
+        except ModuleNotFoundError as error:
+            if error.name != own:
+                raise  # the module is there, and lacks another one
+            return None
+        return spec_from_loader(fullname, alias(module), is_package=True)
+
+
+if _DeepSpeedPaths not in sys.meta_path:
+    sys.meta_path.insert(0, _DeepSpeedPaths)

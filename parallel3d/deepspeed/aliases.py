@@ -38,16 +38,18 @@ ELSEWHERE = dict.fromkeys(_SMALL.split(), "deepspeed.names") | {
 }
 
 
-class _Alias(Loader):
+class Alias(Loader):
     """Loads a module of this package under another name: both names are the same module."""
 
     def __init__(self, module: ModuleType):
         self._module, self._spec = module, module.__spec__
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the module."""
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
+        """Leave the module as it is."""
         module.__spec__ = self._spec  # importing has set that of the alias
 
 
@@ -63,7 +65,7 @@ class _Finder(MetaPathFinder):
         places = [ELSEWHERE[rest]] if rest in ELSEWHERE else [f"deepspeed.{rest}", rest]
         for name in (f"parallel3d.{place}" for place in places):
             try:
-                return spec_from_loader(fullname, _Alias(import_module(name)), is_package=True)
+                return spec_from_loader(fullname, Alias(import_module(name)), is_package=True)
             except ModuleNotFoundError as error:
                 if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                     raise  # the module is there, and lacks another one

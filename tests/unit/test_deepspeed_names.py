@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -112,6 +113,26 @@ def test_all_imports_are_the_packages_own_modules(tmp_path: Path):
     code = IMPORTS.format(site=str(tmp_path / "site"), version=VERSION)
     [ended] = run_codes(code, tmp_path / "run", [{}])
     assert ended.returncode == 0, ended.stderr
+
+
+ALONE = """
+import sys
+import parallel3d
+assert "torch" not in sys.modules
+from parallel3d.ops.adam import FusedAdam
+import parallel3d.arguments, parallel3d.utils.zero_to_fp32
+from parallel3d.deepspeed.ops import adam
+assert parallel3d.ops.adam is adam and adam.__name__ == adam.__spec__.name == "parallel3d.deepspeed.ops.adam"
+assert parallel3d.utils.zero_to_fp32 is sys.modules["parallel3d.deepspeed.utils.zero_to_fp32"]
+try:
+    import parallel3d.ops.nowhere
+except ModuleNotFoundError as error:
+    assert str(error) == "No module named 'parallel3d.ops.nowhere'", error
+"""
+
+
+def test_deepspeeds_paths_in_the_package_are_found_by_their_first_import():
+    subprocess.run([sys.executable, "-c", ALONE], check=True)
 
 
 @pytest.fixture
