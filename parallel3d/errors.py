@@ -94,8 +94,11 @@ class NumericsError(Parallel3DError, ArithmeticError):
     """An inf or NaN that check_numerics found."""
 
 
-class CheckpointError(Parallel3DError, RuntimeError):
-    """A checkpoint that is incomplete, damaged, of another model, or cannot be written."""
+class CheckpointError(Parallel3DError, RuntimeError, AssertionError):
+    """A checkpoint that is incomplete, damaged, of another model, or cannot be written.
+
+    It is an AssertionError for DeepSpeed's scripts, which catch that.
+    """
 
 
 class OffloadError(Parallel3DError, RuntimeError):

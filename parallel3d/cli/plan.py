@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from parallel3d.planner.calibrate.runs import RunPredictor, compare, print_compa
 from parallel3d.planner.cluster.cluster import Cluster
 from parallel3d.planner.cluster.file import default_path, load_cluster
 from parallel3d.planner.formats import duration, memory
-from parallel3d.planner.report import write_report
+from parallel3d.planner.report import differences, write_report
 from parallel3d.planner.report.scripts import SCRIPTS, commands, launch_scripts
 from parallel3d.planner.search.model import load_model
 from parallel3d.planner.search.plan import Planner, Question
@@ -269,9 +269,6 @@ def explain(result: PlanResult, explained: PlanResult, console: Console) -> None
         return
     winner, other = result.best[0], explained.best[0]
     table = _table(f"{other.layout} compared with {winner.layout}", "", "this", "winner", "difference")
-    lines: list[tuple[str, Callable[[float], str], float, float]] = [("step", duration, other.seconds, winner.seconds)]
-    lines += [(name, duration, other.breakdown[name], winner.breakdown[name]) for name in other.breakdown]
-    lines.append(("peak memory", memory, other.peak, winner.peak))
-    for name, shown, mine, its in lines:
-        table.add_row(name, shown(mine), shown(its), ("-" if mine < its else "+") + shown(abs(mine - its)))
+    for row in differences(other, winner):
+        table.add_row(*row)
     console.print(table)

@@ -87,7 +87,7 @@ class ShardedWeights:
         self._placeholders = [(p, placeholder(p, whole.dtype, whole.device)) for p in parameters]
         first = partition.index * shard.numel()
         for parameter, view in self._views:
-            at = int(view.storage_offset() - whole.storage_offset())
+            at = int(view.storage_offset()) - int(whole.storage_offset())
             own = cut(at, view.numel(), slice(first, first + shard.numel()))
             told = {"ds_shape": parameter.shape, "ds_numel": parameter.numel(), "ds_tensor": shard[own]}
             vars(parameter).update(sharded_weights=self, ds_id=id(parameter), **told)

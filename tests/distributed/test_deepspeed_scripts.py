@@ -263,6 +263,15 @@ def test_log_dist_logs_on_the_ranks_asked_for(caplog: pytest.LogCaptureFixture, 
     assert caplog.messages == ["[rank 0] before the world"]
 
 
+def test_the_level_of_a_logger_and_its_handlers_is_set_by_a_word():
+    own = logging.Logger("own")
+    own.addHandler(logging.StreamHandler())
+    deepspeed.utils.set_log_level_from_string("warning", own)
+    assert (own.level, own.handlers[0].level) == (logging.WARNING, logging.WARNING)
+    with pytest.raises(ValueError, match="LOUD"):
+        deepspeed.utils.set_log_level_from_string("loud", own)
+
+
 def test_set_random_seed_seeds_all_generators():
     def draw() -> tuple[float, ...]:
         deepspeed.runtime.utils.set_random_seed(2**40 + 3)

@@ -24,7 +24,11 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.launcher.runner import DEEPSPEED_ENVIRONMENT_NAME
 from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.aio import AsyncIOBuilder
+from deepspeed.runtime.zero import GatheredParameters, unwrap_model_for_generation
+from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.utils import ZeRORuntimeException
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -62,6 +66,9 @@ assert (layer.weight.device.type, layer.weight.dtype) == ("meta", torch.bfloat16
 assert torch.get_default_dtype() == torch.float32
 groups = split_params_into_different_moe_groups_for_optimizer({{"params": [layer.weight]}})
 assert groups == [{{"params": [layer.weight]}}]
+assert deepspeed.ops.__compatible_ops__[AsyncIOBuilder.NAME], "offload to NVMe needs no operator"
+assert DeepSpeedZeroOffloadOptimizerConfig(device=OffloadDeviceEnum.cpu).device == "cpu"
+assert issubclass(ZeRORuntimeException, ValueError)
 see_memory_usage("before", force=True)
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.profiling.flops_profiler import get_model_profile

@@ -35,7 +35,7 @@ def load_adapted(directory: Path, dtype: torch.dtype, adapters: Path | Any) -> t
         raise ConfigError("adapters are made by peft; install it: pip install peft") from None
     module: Any = peft
     is_stored = isinstance(adapters, Path)
-    config = module.PeftConfig.from_pretrained(str(adapters)) if is_stored else copy.deepcopy(adapters)
+    config: Any = module.PeftConfig.from_pretrained(str(adapters)) if is_stored else copy.deepcopy(adapters)
     config.inference_mode = False
     model, weights = load_wrapped(directory, dtype, weights=True)
     base_names = set(model.state_dict())

@@ -6,6 +6,7 @@ import base64
 import json
 import re
 import zlib
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from parallel3d.planner.cluster.cluster import natural
+from parallel3d.planner.formats import duration, memory
 from parallel3d.planner.report.charts import breakdown_chart, memory_chart, topology_chart, trade_off_chart
 from parallel3d.planner.report.drawing import render
 from parallel3d.planner.report.scripts import launch_scripts
@@ -96,7 +98,16 @@ def _details(result: PlanResult, prediction: Prediction) -> Markup:
         memory=memory_chart(prediction, names),
         placement=placement_of(prediction.placement, prediction.stages, prediction.chunks),
         layers=result.halves if prediction.units == "half" else result.layers,
+        differences=[] if prediction is result.best[0] else list(differences(prediction, result.best[0])),
     )
+
+
+def differences(this: Prediction, winner: Prediction) -> Iterator[tuple[str, str, str, str]]:
+    """Yield (what, of this layout, of the winner, difference) for the step, its parts and the peak memory."""
+    rows: list[tuple[str, Callable[[float], str], float, float]] = [("step", duration, this.seconds, winner.seconds)]
+    rows += [(name, duration, this.breakdown[name], winner.breakdown[name]) for name in this.breakdown]
+    for name, shown, mine, its in (*rows, ("peak memory", memory, this.peak, winner.peak)):
+        yield name, shown(mine), shown(its), ("-" if mine < its else "+") + shown(abs(mine - its))
 
 
 def _stage_names(result: PlanResult, prediction: Prediction) -> list[str]:

@@ -13,6 +13,7 @@ from parallel3d.cli import main
 from parallel3d.config import load
 from parallel3d.monitor.run_record import ModelFingerprint, RankRecord, RunRecord
 from parallel3d.planner.calibrate.calibration import read_calibration
+from parallel3d.planner.formats import duration
 from parallel3d.planner.search.result import PlanResult
 
 SUBJECT = """
@@ -52,6 +53,19 @@ def test_a_users_function_is_planned_for_explained_and_written_down(target, tmp_
     assert config.bf16.enabled
     assert [rank["rank"] for rank in json.loads((out / "ranks.json").read_text())] == [0, 1, 2, 3]
     assert {path.name for path in out.iterdir()} >= {"plan.html", "timeline.svg", "memory.svg", "trade_off.svg"}
+
+
+def test_the_timeline_is_the_step_but_for_the_optimizer(target, tmp_path) -> None:
+    command = ["plan", "--model", target, "--cluster", "4xH200", "--global-batch", "16", "--out", str(tmp_path)]
+    assert main(command) == 0
+    result = PlanResult.model_validate_json((tmp_path / "plan.json").read_text())
+    best, pipeline = result.best[0], max(span.end for span in result.timeline)
+    assert pipeline + best.breakdown["optimizer"] == pytest.approx(best.seconds, rel=1e-6)
+    assert sum(best.breakdown.values()) == pytest.approx(best.seconds, rel=1e-6)
+    assert best.bubble == pytest.approx(best.breakdown["bubble"] / best.seconds)
+    told = f"{duration(pipeline)} of the step&#39;s {duration(best.seconds)}"
+    assert told in (tmp_path / "plan.html").read_text()
+    assert told.replace("&#39;", "'") in (tmp_path / "timeline.svg").read_text().replace("&#39;", "'")
 
 
 def plan_into(directory: Path, model: str = "gpt2") -> int:
