@@ -71,8 +71,6 @@ def initialize(
     _check_mpu(mpu, mesh_param)
     model = _with_weights(model, weights)
     settings = load(find_config(args, config, config_params), auto, known_values(optimizer, training_data))
-    if settings.zero_optimization.stage == 3 and not isinstance(model, PipelineModule):
-        set_configured_leaf_modules(model, settings.zero_optimization)
     pipeline = _as_pipeline(model, settings)
     _check_module(pipeline, settings)
     sizes = _batch_sizes(pipeline, settings)
@@ -120,6 +118,8 @@ def _with_weights(model: object, weights: str | Path | None) -> nn.Module:
 def _as_pipeline(model: nn.Module, config: Config) -> PipelineModule:
     size = config.tensor_parallel.autotp_size
     if not isinstance(model, PipelineModule):
+        if config.zero_optimization.stage == 3:
+            set_configured_leaf_modules(model, config.zero_optimization)
         if size > 1:
             tp_model_init(model, size)
         return SingleStageModule(model, groups_of(model))
