@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from parallel3d.comm.collectives import all_gather_into, all_gather_object, broadcast
 from parallel3d.errors import ConfigError
 from parallel3d.models.huggingface.pipeline import HuggingFacePipeline
+from parallel3d.models.loss import IGNORED
 from parallel3d.models.sliced import SlicedLogits
 
 _Trainer: Any = object
@@ -34,7 +35,7 @@ class PipelineTrainer(_Trainer):
     def __init__(self, *args: Any, **kwargs: Any):
         self._micro_batches: list[Any] = []
         super().__init__(*args, **kwargs)
-        self.model_accepts_loss_kwargs = False  # nobody counts tokens but the loss itself
+        self.model_accepts_loss_kwargs = False  # the loss counts its tokens by itself
         self._check_arguments()
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -161,10 +162,10 @@ class PipelineTrainer(_Trainer):
         if labels is None and prediction_loss_only:
             return None, None, None
         if labels is not None:  # not of the samples that fill the last batch
-            num_own = self._num_left(labels, self.pipeline.groups.coordinate("data"))
+            num_own = self._num_evaluated(labels, self.pipeline.groups.coordinate("data"))
             own = {name: inputs[name].clone() for name in ("labels", "shift_labels") if name in inputs}
             for given in own.values():
-                given[num_own:] = -100
+                given[num_own:] = IGNORED
             inputs = {**inputs, **own}
         result = self.deepspeed.eval_batch(
             iter([inputs]), return_logits=not prediction_loss_only, compute_loss=labels is not None, num_micro_batches=1
@@ -199,10 +200,10 @@ class PipelineTrainer(_Trainer):
         data = self.pipeline.groups.data
         whole = tensor.new_empty((data.size * len(tensor), *tensor.shape[1:]))
         all_gather_into(whole, tensor.contiguous(), data).wait()
-        return whole[: self._num_left(tensor, 0)]
+        return whole[: self._num_evaluated(tensor, 0)]
 
-    def _num_left(self, batch: Tensor, replica: int) -> int:
-        """Return how many samples of the evaluated data are left, from a replica's batch on: those after fill the last step."""
+    def _num_evaluated(self, batch: Tensor, replica: int) -> int:
+        """Return the number of samples, in the batches of `replica` and those after it, that don't only fill the last step."""
         state = self.accelerator.gradient_state
         last = state.end_of_dataloader and state.remainder > 0
         return max(0, state.remainder - replica * len(batch)) if last else sys.maxsize

@@ -71,10 +71,7 @@ def initialize(
     _check_mpu(mpu, mesh_param)
     model = _with_weights(model, weights)
     settings = load(find_config(args, config, config_params), auto, known_values(optimizer, training_data))
-    if settings.zero_optimization.stage == 3 and not isinstance(model, PipelineModule):
-        set_configured_leaf_modules(model, settings.zero_optimization)
     pipeline = _as_pipeline(model, settings)
-    _check_module(pipeline, settings)
     sizes = _batch_sizes(pipeline, settings)
     trained = _trainable(model.parameters() if model_parameters is None else model_parameters)
     if settings.optimizer is not None and everywhere(not trained, pipeline.groups.control):
@@ -118,16 +115,20 @@ def _with_weights(model: object, weights: str | Path | None) -> nn.Module:
 
 
 def _as_pipeline(model: nn.Module, config: Config) -> PipelineModule:
+    """Return the model as a pipeline of one stage, if it isn't a pipeline already. Raises ConfigError as _check_module does."""
     size = config.tensor_parallel.autotp_size
     if not isinstance(model, PipelineModule):
+        if config.zero_optimization.stage == 3:
+            set_configured_leaf_modules(model, config.zero_optimization)
         if size > 1:
             tp_model_init(model, size)
-        return SingleStageModule(model, groups_of(model))
-    if size > 1 and size != model.groups.model.size:
+        model = SingleStageModule(model, groups_of(model))
+    elif size > 1 and size != model.groups.model.size:
         raise ConfigError(
             f"tensor_parallel.autotp_size is {size}, but the PipelineModule was built with {model.groups.model.size} "
             "tensor-parallel ranks; set tensor_parallel.size in the configuration that it is built with, instead"
         )
+    _check_module(model, config)
     return model
 
 

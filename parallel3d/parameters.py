@@ -7,8 +7,10 @@ gradient is to be summed. A parameter with neither is a copy whose gradient is w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +89,41 @@ def whole_shape(parameter: Tensor) -> tuple[int, ...]:
     if slicing is None:
         return tuple(parameter.shape)
     return tuple(slicing.size if dim == slicing.dim else size for dim, size in enumerate(parameter.shape))
+
+
+def replace_tensors(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
+    """Replace each parameter and buffer by convert(it), a shared one everywhere by the same tensor.
+
+    A plain tensor in a parameter's place becomes a parameter with its attributes. Unlike module.to(), which swaps the contents
+    of fake tensors and fails if something else refers to them.
+    """
+    converted: dict[Tensor, Tensor] = {}
+    for owner in module.modules():
+        tables: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
+        for table in tables:
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                if tensor not in converted:
+                    new = convert(tensor)
+                    if not isinstance(new, nn.Parameter):
+                        new = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+                        vars(new).update(vars(tensor))
+                    converted[tensor] = new
+                table[name] = converted[tensor]
+
+
+def copy_of(module: nn.Module, share: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
+    """Return copies of modules and parameters, whose memory is share(the module's); by default they share it.
+
+    Changes of the copies' attributes don't reach the module. Configurations are the module's own.
+    """
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(share(p.detach()), p.requires_grad) for p in module.parameters() if type(p) is nn.Parameter
+    }
+    memo |= {id(buffer): share(buffer) for buffer in module.buffers()}
+    memo |= {id(m.config): m.config for m in module.modules() if hasattr(m, "config")}
+    return copy.deepcopy(module, memo)
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

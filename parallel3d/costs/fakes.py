@@ -19,10 +19,10 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from parallel3d.costs.layer_costs import replace_tensors
 from parallel3d.errors import PartitionError
 from parallel3d.fake_device import on_cuda
 from parallel3d.kernels.rms_norm import rms_norm
+from parallel3d.parameters import replace_tensors
 from parallel3d.specs import BuildContext, Layer, LayerSpec
 
 T = TypeVar("T")

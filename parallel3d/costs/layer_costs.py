@@ -22,6 +22,7 @@ from parallel3d.autograd.split_backward import make_splittable
 from parallel3d.comm.structures import Structure, describe
 from parallel3d.errors import PartitionError
 from parallel3d.optim.precision import Precision
+from parallel3d.parameters import replace_tensors
 from parallel3d.specs import BuildContext, Layer, LayerSpec, LossFunction, TiedLayerSpec, layer_name
 
 
@@ -120,26 +121,6 @@ def bind_forward(layer: Layer, module: Any, loss: Callable[[Any], Any] | None = 
     return function if loss is None else lambda x: loss(function(x))
 
 
-def replace_tensors(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
-    """Replace each parameter and buffer by convert(tensor), a shared one everywhere by the same tensor.
-
-    Unlike module.to(), which swaps the contents of fake tensors and fails if something else refers to them.
-    """
-    converted: dict[Tensor, Tensor] = {}
-    for owner in module.modules():
-        tables: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
-        for table in tables:
-            for name, tensor in table.items():
-                if tensor is None:
-                    continue
-                if tensor not in converted:
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    new = convert(tensor.detach())
-                    converted[tensor] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
-                    converted[tensor].__dict__.update(tensor.__dict__)
-                table[name] = converted[tensor]
-
-
 def prepare(module: Any, device: torch.device, weights: torch.dtype | None) -> list[nn.Parameter]:
     """Put a layer in training mode on `device`, cast as `initialize` casts it, and return its parameters.
 
@@ -147,7 +128,7 @@ def prepare(module: Any, device: torch.device, weights: torch.dtype | None) -> l
     """
     if not isinstance(module, nn.Module):
         return []
-    replace_tensors(module, lambda t: t.to(device, weights if t.is_floating_point() else None))
+    replace_tensors(module, lambda t: t.detach().to(device, weights if t.is_floating_point() else None))
     return list(module.train().parameters())
 
 

@@ -15,6 +15,13 @@ from parallel3d.models.sliced import SlicedLogits
 from parallel3d.tensor_parallel.cross_entropy import EAGER, Passes, vocab_parallel_cross_entropy
 from parallel3d.tensor_parallel.regions import slicing_group
 
+IGNORED = -100  # label of a position that doesn't count, as in transformers
+
+
+def next_labels(labels: Tensor, ignored: int = IGNORED) -> Tensor:
+    """Return the label of the token after each position, [batch, seq] like `labels`; `ignored` at the last."""
+    return torch.cat([labels[..., 1:], torch.full_like(labels[..., :1], ignored)], dim=-1)
+
 
 @dataclass(frozen=True)
 class CausalLMLoss:
@@ -33,7 +40,7 @@ class CausalLMLoss:
     per_token: bool = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0
-    ignore_index: int = -100
+    ignore_index: int = IGNORED
     chunk: int = 512
     passes: Passes = field(default=EAGER, repr=False)
 
@@ -53,7 +60,7 @@ class CausalLMLoss:
         if local.shape[:-1] != labels.shape:
             raise DataError(f"labels are {list(labels.shape)}, but the logits {list(local.shape)}; give one a position")
         if self.shift:
-            labels = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], self.ignore_index)], dim=1)
+            labels = next_labels(labels, self.ignore_index)
         count = (labels != self.ignore_index).sum()
         # Not slices: the backward of each would make a gradient of all logits' size.
         chunk = min(self.chunk, max(1, labels.shape[1]))

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from parallel3d.errors import DataError
+from parallel3d.models.loss import IGNORED
 
-_IGNORED = -100
 # ids, positions in their document, and labels of consecutive tokens
 _Tokens = tuple[list[int], list[int], list[int]]
 
@@ -56,7 +56,7 @@ class PackedDocuments(IterableDataset[tuple[dict[str, Tensor], Tensor]]):
                     row = ([], [], [])
         if row[0]:
             missing = self._length - len(row[0])
-            for values, more in zip(row, ([self._pad] * missing, range(missing), [_IGNORED] * missing), strict=True):
+            for values, more in zip(row, ([self._pad] * missing, range(missing), [IGNORED] * missing), strict=True):
                 values.extend(more)
             yield _tensors(row)
 
@@ -67,7 +67,7 @@ class PackedDocuments(IterableDataset[tuple[dict[str, Tensor], Tensor]]):
         wanted = list(given.get("labels", ids))
         if len(ids) != len(wanted):
             raise DataError(f"a document has {len(ids)} tokens, but {len(wanted)} labels; give one a token")
-        return ids, [*wanted[1:], _IGNORED][: len(ids)]
+        return ids, [*wanted[1:], IGNORED][: len(ids)]
 
 
 def _tensors(row: _Tokens) -> tuple[dict[str, Tensor], Tensor]:

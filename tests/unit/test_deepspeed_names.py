@@ -129,6 +129,7 @@ assert "torch" not in sys.modules
 from parallel3d.ops.adam import FusedAdam
 from parallel3d.utils import log_dist
 from parallel3d.runtime.lr_schedules import WarmupLR
+import parallel3d.arguments, parallel3d.utils.zero_to_fp32
 import parallel3d.checkpointing, parallel3d.deepspeed.ops.adam as own
 assert parallel3d.ops.adam is own and parallel3d.checkpointing is parallel3d.deepspeed.checkpointing
 assert own.__name__ == own.__spec__.name == "parallel3d.deepspeed.ops.adam"

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from parallel3d.errors import CheckpointError, ConfigError
+from parallel3d.parameters import copy_of
 from parallel3d.specs import BuildContext
 from parallel3d.tensor_parallel.dropout import SlicedDropout
 from parallel3d.tensor_parallel.parallelize import Column, Row, Style, Whole
@@ -37,9 +38,7 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, nn.Module | None]:
             f"{type(model).__name__} has adapters {kinds}; layers are made of a PeftModel with LORA: "
             "get_peft_model(model, LoraConfig(...)). Train others with ZeRO alone, by initialize(model=model)"
         )
-    memo: dict[int, Any] = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
-    memo |= {id(buffer): buffer.to("meta") for buffer in model.buffers()}
-    return peft.get_base_model(), copy.deepcopy(model, memo)
+    return peft.get_base_model(), copy_of(model, lambda tensor: tensor.to("meta"))
 
 
 def adapted_by(module: nn.Module) -> nn.Module | None:

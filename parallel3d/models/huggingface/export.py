@@ -87,7 +87,7 @@ def save_hf(
         if masters and not isinstance(engine, PipelineModule):
             values = engine.update.master_weights()
         module.wait_for_weights(module)
-        _save(module, values, _Output(Path(directory), dtype, max_file_bytes, merge_adapters))
+        _save(module, values, _Directory(Path(directory), dtype, max_file_bytes, merge_adapters))
 
 
 def whole_state_dict(module: PipelineModule, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
@@ -167,7 +167,7 @@ class _StateDict:
 
 
 @dataclass(frozen=True)
-class _Output:
+class _Directory:
     """Form and place of an export; the fields are arguments of save_hf."""
 
     directory: Path
@@ -195,7 +195,7 @@ class _Output:
                 save_adapters(peft, partial, {name: t.to(self.dtype or t.dtype, copy=True) for name, t in named})
 
 
-def _save(module: PipelineModule, masters: Mapping[nn.Parameter, Tensor], output: _Output | _StateDict) -> None:
+def _save(module: PipelineModule, masters: Mapping[nn.Parameter, Tensor], output: _Directory | _StateDict) -> None:
     """Gather the pieces of all ranks on rank 0, which writes them. masters: written instead of their parameters."""
     groups = module.groups
     layers = {int(place): layer for place, layer in module.layers.items() if next(layer.parameters(), None) is not None}
@@ -228,7 +228,7 @@ def _save(module: PipelineModule, masters: Mapping[nn.Parameter, Tensor], output
 
 
 def _own_pieces(
-    layers: Mapping[int, nn.Module], peft: Any, masters: Mapping[nn.Parameter, Tensor], output: _Output | _StateDict
+    layers: Mapping[int, nn.Module], peft: Any, masters: Mapping[nn.Parameter, Tensor], output: _Directory | _StateDict
 ) -> tuple[dict[Key, Piece], Mapping[str, Any] | None]:
     """Return the pieces in these layers, and the content of config.json if there are layers. Raises CheckpointError."""
     pieces: dict[Key, Piece] = {}
@@ -326,7 +326,7 @@ def _write(
     holders: Mapping[Key, Mapping[int, Piece]],
     own: _Values,
     groups: ProcessGroups,
-    output: _Output | _StateDict,
+    output: _Directory | _StateDict,
     config: Mapping[str, Any],
     peft: Any,
 ) -> str | None:

@@ -1,4 +1,4 @@
-"""Where the layers of a Hugging Face model are, and what it computes around them, found by one run without weights."""
+"""Outline of a Hugging Face model: its list of layers and the modules after it, found by one run without weights."""
 
 from __future__ import annotations
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from parallel3d.config import load_sections
 from parallel3d.errors import ConfigError, DataError
 from parallel3d.models.huggingface.adapters import PREFIX
 from parallel3d.models.huggingface.wrap import wrap
-from parallel3d.models.loss import CausalLMLoss
+from parallel3d.models.loss import CausalLMLoss, next_labels
+from parallel3d.parameters import replace_tensors
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.zero.gathered import GatheredParameters
 from parallel3d.zero.values import is_whole
-
-_IGNORED = -100
 
 
 class HuggingFacePipeline(PipelineModule):
@@ -46,14 +44,16 @@ class HuggingFacePipeline(PipelineModule):
         super().__init__(
             layers,
             num_stages=None if stages else 1,
-            loss_fn=CausalLMLoss(per_token=True, ignore_index=_IGNORED),
+            loss_fn=CausalLMLoss(per_token=True),
             dynamic_shape=True,  # whether there is a mask depends on its values
             config={**config, "zero_optimization": zero},
         )
         self.config = model.config
-        _free(model, set(self.parameters()))
+        # Without memory, a forward of the model with old weights is an error.
+        kept = {*self.parameters(), *model.buffers()}
+        replace_tensors(model, lambda t: t if t in kept else nn.Parameter(t.detach().to("meta"), t.requires_grad))
 
-    def pair(self, micro_batch: Any) -> tuple[dict[str, Any], torch.Tensor | None]:
+    def pair(self, micro_batch: Any) -> tuple[dict[str, Any], Tensor | None]:
         """Return a micro-batch without its labels, and for each position the label of the token after it, if there are any.
 
         Raises DataError for anything but a mapping.
@@ -65,7 +65,7 @@ class HuggingFacePipeline(PipelineModule):
         inputs = dict(micro_batch)
         labels, shifted = inputs.pop("labels", None), inputs.pop("shift_labels", None)
         if shifted is None and labels is not None:
-            shifted = nn.functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
+            shifted = next_labels(labels)
         return inputs, shifted
 
     def global_name(self, layer: int, name: str) -> str:
@@ -75,17 +75,11 @@ class HuggingFacePipeline(PipelineModule):
 
 def gather_whole(model: nn.Module) -> None:
     """Make weights whole again that transformers has sharded over all ranks while it built the model (ZeRO-3)."""
-    whole: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        sharded = {name: p for name, p in module._parameters.items() if p is not None and not is_whole(p)}
-        with GatheredParameters(sharded.values()):
-            for name, p in sharded.items():
-                module._parameters[name] = whole.setdefault(p, nn.Parameter(p.detach().cpu().clone(), p.requires_grad))
+    replace_tensors(model, _whole)
 
 
-def _free(model: nn.Module, kept: set[nn.Parameter]) -> None:
-    """Replace all other parameters by ones without memory: a forward of the model with old weights is then an error."""
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter not in kept:
-                module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+def _whole(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, nn.Parameter) or is_whole(tensor):
+        return tensor
+    with GatheredParameters(tensor):
+        return nn.Parameter(tensor.detach().cpu().clone(), tensor.requires_grad)

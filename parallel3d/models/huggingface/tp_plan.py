@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from parallel3d.comm.collectives import Group
 from parallel3d.errors import ConfigError
 from parallel3d.models.huggingface.adapters import UnknownRegion, adapted_by, styles_inside
 from parallel3d.models.huggingface.tp_regions import regions_of, shard_experts
-from parallel3d.parameters import sliced
+from parallel3d.parameters import copy_of, sliced
 from parallel3d.specs import BuildContext
 from parallel3d.tensor_parallel.embedding import own_padding, own_rows
 from parallel3d.tensor_parallel.parallelize import STYLES, Column, Row, Style, Vocabulary, Whole, parallelize
@@ -178,16 +177,6 @@ class TensorPlan:
             f"{self.model} can't be sharded: {where} {why}; set tensor_parallel.size to 1, or take "
             f"{key.removeprefix(self.base)!r} and what is inside it out of {plan}, which keeps it whole on every rank"
         )
-
-
-def copy_of(module: nn.Module) -> nn.Module:
-    """Return copies of modules and parameters that share the model's memory; changes of their attributes don't reach it."""
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(p.detach(), p.requires_grad) for p in module.parameters() if type(p) is nn.Parameter
-    }
-    memo |= {id(buffer): buffer for buffer in module.buffers()}
-    memo |= {id(m.config): m.config for m in module.modules() if hasattr(m, "config")}
-    return copy.deepcopy(module, memo)
 
 
 def _slice_lookup(embedding: nn.Embedding, group: Group) -> None:

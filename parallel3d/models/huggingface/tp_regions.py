@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from parallel3d.comm import differentiable
 from parallel3d.comm.collectives import Group
+from parallel3d.errors import PartitionError
 from parallel3d.models.huggingface.adapters import UnknownRegion, adapted_by
 from parallel3d.parameters import sliced
 from parallel3d.rng import OwnStream
@@ -208,7 +209,8 @@ def regions_of(layer: nn.Module, styles: Mapping[str, Style]) -> list[Region]:
 def shard_experts(experts: Any, styles: Mapping[str, Style | None], group: Group) -> None:
     """Shard a mixture's experts by the features inside each of them; what enters and leaves them is whole on every rank.
 
-    styles: of each parameter [expert, out, in]. Changed in place. Raises UnknownRegion.
+    styles: of each parameter [expert, out, in]. Changed in place. Raises UnknownRegion, and PartitionError, also when
+    they are called, for too few features on a rank.
     """
     weights = {name: parameter for name, parameter in experts.named_parameters() if parameter.dim() == 3}
     inside = set()
@@ -225,12 +227,26 @@ def shard_experts(experts: Any, styles: Mapping[str, Style | None], group: Group
             "stores its weights otherwise than as gate and up [expert, 2 * ffn, hidden], down [expert, hidden, ffn]"
         )
 
-    def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def check(module: Any) -> None:
+        """Raise PartitionError if the operator for all experts at once refuses a rank's features."""
+        weight = next(module.parameters())
+        aligned = 16 // weight.element_size()  # rows begin at multiples of 16 bytes
+        grouped = getattr(getattr(module, "config", None), "_experts_implementation", None) == "grouped_mm"
+        if grouped and size % (group.size * aligned):
+            raise PartitionError(
+                f"experts of {size} features can't be split over {group.size} ranks: in {weight.dtype} torch's grouped_mm "
+                f"takes multiples of {aligned} features on each; use fewer tensor-parallel ranks, or load the model with "
+                "experts_implementation='eager'"
+            )
+
+    def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        check(module)  # the dtype may be another one than when the layer was built
         # Hidden states, and the weights of the experts in the sum, whose gradients are partial too.
         return tuple(
             enter_region(arg, group) if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args
         )
 
+    check(experts)
     experts.register_forward_pre_hook(enter)
     experts.register_forward_hook(lambda _module, _args, output: differentiable.reduce_from_region(output, group))
 

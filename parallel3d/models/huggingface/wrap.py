@@ -19,11 +19,11 @@ from parallel3d.checkpoint.export import Stored, all_of
 from parallel3d.errors import ConfigError, DataError
 from parallel3d.models.huggingface.adapters import unwrapped
 from parallel3d.models.huggingface.outline import Outline, Recorder, with_modules
-from parallel3d.models.huggingface.tp_plan import TensorPlan, copy_of
+from parallel3d.models.huggingface.tp_plan import TensorPlan
 from parallel3d.models.huggingface.weights import Weights, load_layer, load_layer_later
 from parallel3d.models.layers import check_tokens
 from parallel3d.models.sliced import SlicedLogits
-from parallel3d.parameters import persistent_buffers, whole_shape
+from parallel3d.parameters import copy_of, persistent_buffers, replace_tensors, whole_shape
 from parallel3d.specs import BuildContext, LayerSpec, TiedLayerSpec
 from parallel3d.tensor_parallel.linear import ColumnParallelLinear
 
@@ -129,16 +129,7 @@ class WrappedPart(nn.Module):
 
 def _give_memory(module: nn.Module) -> None:
     """Replace the parameters, which are on the meta device, by such with memory."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for owner in module.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is not None:
-                if parameter not in made:
-                    new = made[parameter] = nn.Parameter(
-                        torch.empty_like(parameter, device=_device()), parameter.requires_grad
-                    )
-                    vars(new).update(vars(parameter))
-                owner._parameters[name] = made[parameter]
+    replace_tensors(module, lambda t: torch.empty_like(t, device=_device()) if isinstance(t, nn.Parameter) else t)
 
 
 def _device() -> torch.device:
@@ -259,20 +250,20 @@ class Layer(WrappedPart):
         return {**x, "hidden": output if isinstance(output, Tensor) else output[0]}
 
 
-class Behind(WrappedPart):
+class AfterLayers(WrappedPart):
     """Modules that the model calls after the layers, such as a last norm. After them only hidden states travel."""
 
     def __init__(
         self, whole: WrappedModel, prefix: str, modules: Mapping[str, nn.Module], context: BuildContext | None = None
     ):
         super().__init__(whole, prefix)
-        self.modules_behind = nn.ModuleDict({name: self._own(module) for name, module in modules.items()})
+        self.modules_after = nn.ModuleDict({name: self._own(module) for name, module in modules.items()})
         self._read(context)
 
     def forward(self, x: dict[str, Any]) -> Tensor:
         """Apply the modules to the hidden states [batch, seq, hidden]; in a generation, to the last position's."""
         hidden = x["hidden"] if self._past is None else x["hidden"][:, -1:]
-        for module in self.modules_behind.values():
+        for module in self.modules_after.values():
             hidden = module(hidden)
         return hidden
 
@@ -322,7 +313,7 @@ def wrap(model: nn.Module, weights: Weights | None = None) -> list[LayerSpec]:
         return [
             LayerSpec(Entry, whole, inside, base, outline),
             *(LayerSpec(Layer, whole, f"{inside}{outline.layers}.{k}.", layer, k) for k, layer in enumerate(layers)),
-            LayerSpec(Behind, whole, inside, {key: base.get_submodule(key) for key in outline.after}),
+            LayerSpec(AfterLayers, whole, inside, {key: base.get_submodule(key) for key in outline.after}),
             LayerSpec(Exit, whole, model, outline.base),
         ]
 

@@ -133,7 +133,7 @@ class Bounds:
                 # Half blocks together take as long as whole ones, whose profile is needed anyway.
                 layers = predictor.layers(layout.model_copy(update={"units": None}), exactly=False)
             except PartitionError as error:
-                self.why_not_sharded[layout.tensor_ranks] = str(error)
+                self.why_not_sharded.setdefault(layout.tensor_ranks, str(error))
                 continue
             seconds_of = partial(self._fastest, layout.tensor_ranks)
             times = layer_times(layers, self._device, seconds_of, layout.micro_batch, splits=not is_whole)
@@ -179,7 +179,7 @@ def _groups(*columns: npt.NDArray[Any]) -> list[Integers]:
     for column in columns:
         rows = rows * (int(column.max(initial=0)) + 1) + column
     order = np.argsort(rows, kind="stable")
-    return np.split(order, np.flatnonzero(np.diff(rows[order])) + 1)
+    return np.split(order, np.flatnonzero(np.diff(rows[order])) + 1) if len(rows) else []
 
 
 def _fastest_exchange(network: Network, tensor_ranks: int, collective: Collective) -> float:
