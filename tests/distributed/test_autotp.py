@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,6 +101,32 @@ def test_a_sharded_model_trains_like_one_process(run_ranks, name: str, ahead: bo
     assert all(".lora_" in key for key in state) if name == "lora" else state.keys() == weights.keys()
     for key, tensor in state.items():
         torch.testing.assert_close(tensor, weights[key], rtol=1e-3, atol=1e-4, msg=key)
+
+
+def go_on(name: str, directory: str, shards: int, first: int) -> list[float]:
+    """Train one step that loads, or else saves, a checkpoint; return its loss. first: the number of the step."""
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_clipping": CLIPPING,
+        "optimizer": {"type": "AdamW", "params": {**ADAM, "weight_decay": 0.01}},
+        "zero_optimization": {"stage": 1},
+        "tensor_parallel": {"autotp_size": shards},
+    }
+    engine = parallel3d.initialize(model=build(name), config=config)[0]
+    if first:
+        assert engine.load_checkpoint(directory)[0] is not None
+    loss = engine.train_batch(iter([{"input_ids": rows(first), "labels": rows(first)}]))
+    if not first:
+        engine.save_checkpoint(directory)
+    return [loss.item()]
+
+
+@pytest.mark.parametrize("shards", [(2, 1), (1, 2)], ids=["sharded, then whole", "whole, then sharded"])
+def test_a_checkpoint_loads_in_another_number_of_shards(run_ranks, tmp_path: Path, shards: tuple[int, int]):
+    wanted = [loss for loss, _ in expected("llama-tied")[0]]
+    for step, number in enumerate(shards):
+        for (loss,) in run_ranks(number, go_on, "llama-tied", str(tmp_path), number, step):
+            assert loss == pytest.approx(wanted[step], rel=1e-4)
 
 
 def refused(what: str) -> None:
