@@ -140,6 +140,8 @@ def refused(what: str) -> None:
     if what == "twice":
         parallel3d.tp_model_init(model, 2)
         parallel3d.tp_model_init(model, 1)
+    elif what == "stages":  # as Hugging Face's Trainer calls it
+        parallel3d.tp_model_init(parallel3d.PipelineModule([nn.Linear(4, 4)], num_stages=1), 2)
     elif what == "pipeline":
         model = parallel3d.PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], num_stages=2)
     parallel3d.initialize(model=model, config=config)
@@ -152,6 +154,10 @@ def refused(what: str) -> None:
         ("plan", "GPT2LMHeadModel has no plan for tensor parallelism"),
         ("kind", "a Linear is no causal language model of transformers"),
         ("twice", "the model is sharded over 2 ranks already, and can't be over 1"),
+        (
+            "stages",
+            "a PipelineModule is sharded by tensor_parallel.size; set that instead of tensor_parallel.autotp_size",
+        ),
         ("pipeline", "the PipelineModule was built with 1 tensor-parallel ranks; set tensor_parallel.size"),
     ],
 )
