@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PACKAGE := $(VENV)/.package
 STAMP := $(VENV)/.installed
 LAYOUT ?= pp2,dp2
 ARGS ?=
@@ -11,12 +12,16 @@ FUZZ_SECONDS ?= 3600
 
 setup: $(STAMP)
 
-$(STAMP): setup.py constraints.txt
+$(PACKAGE): setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt -e ".[plot]"
+	touch $(PACKAGE)
+
+$(STAMP): $(PACKAGE)
 	$(BIN)/pip install -q -c constraints.txt -e ".[test]"
 	touch $(STAMP)
 
-train: setup
+train: $(PACKAGE)
 	$(BIN)/parallel3d --num_procs $(LAYOUT) examples/train_gpt.py --layout $(LAYOUT) $(ARGS)
 
 # Three at a time, as what runs on many processes waits most of the time; neighbours stay together, for what they share.
