@@ -23,6 +23,7 @@ from torch.distributed import (
     gather,
     get_global_rank,
     irecv,
+    is_available,
     isend,
     monitored_barrier,
     new_group,
@@ -43,6 +44,18 @@ from parallel3d.comm.environment import (
     is_initialized,
     local_device,
 )
+
+inference_all_reduce = all_reduce  # DeepSpeed has an implementation of its own, on the CPU
+
+
+def get_world_group() -> Any:
+    """Return torch's group of all processes."""
+    return torch.distributed.group.WORLD
+
+
+def get_all_ranks_from_group(group: Any = None) -> list[int]:
+    """Return the ranks in the world of a group's processes, in its order; without a group, of all."""
+    return torch.distributed.get_process_group_ranks(group)
 
 
 def all_gather_into_tensor(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,6 +103,32 @@ def test_a_sharded_model_trains_like_one_process(run_ranks, name: str, ahead: bo
         torch.testing.assert_close(tensor, weights[key], rtol=1e-3, atol=1e-4, msg=key)
 
 
+def go_on(name: str, directory: str, shards: int, first: int) -> list[float]:
+    """Train one step that loads, or else saves, a checkpoint; return its loss. first: the number of the step."""
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_clipping": CLIPPING,
+        "optimizer": {"type": "AdamW", "params": {**ADAM, "weight_decay": 0.01}},
+        "zero_optimization": {"stage": 1},
+        "tensor_parallel": {"autotp_size": shards},
+    }
+    engine = parallel3d.initialize(model=build(name), config=config)[0]
+    if first:
+        assert engine.load_checkpoint(directory)[0] is not None
+    loss = engine.train_batch(iter([{"input_ids": rows(first), "labels": rows(first)}]))
+    if not first:
+        engine.save_checkpoint(directory)
+    return [loss.item()]
+
+
+@pytest.mark.parametrize("shards", [(2, 1), (1, 2)], ids=["sharded, then whole", "whole, then sharded"])
+def test_a_checkpoint_loads_in_another_number_of_shards(run_ranks, tmp_path: Path, shards: tuple[int, int]):
+    wanted = [loss for loss, _ in expected("llama-tied")[0]]
+    for step, number in enumerate(shards):
+        for (loss,) in run_ranks(number, go_on, "llama-tied", str(tmp_path), number, step):
+            assert loss == pytest.approx(wanted[step], rel=1e-4)
+
+
 def refused(what: str) -> None:
     config = {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 3 if what == "world" else 2}}
     if what == "plan":
@@ -113,6 +140,8 @@ def refused(what: str) -> None:
     if what == "twice":
         parallel3d.tp_model_init(model, 2)
         parallel3d.tp_model_init(model, 1)
+    elif what == "stages":  # as Hugging Face's Trainer calls it
+        parallel3d.tp_model_init(parallel3d.PipelineModule([nn.Linear(4, 4)], num_stages=1), 2)
     elif what == "pipeline":
         model = parallel3d.PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], num_stages=2)
     parallel3d.initialize(model=model, config=config)
@@ -125,6 +154,10 @@ def refused(what: str) -> None:
         ("plan", "GPT2LMHeadModel has no plan for tensor parallelism"),
         ("kind", "a Linear is no causal language model of transformers"),
         ("twice", "the model is sharded over 2 ranks already, and can't be over 1"),
+        (
+            "stages",
+            "a PipelineModule is sharded by tensor_parallel.size; set that instead of tensor_parallel.autotp_size",
+        ),
         ("pipeline", "the PipelineModule was built with 1 tensor-parallel ranks; set tensor_parallel.size"),
     ],
 )

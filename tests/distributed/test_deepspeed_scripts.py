@@ -234,7 +234,17 @@ def ask() -> dict[str, Any]:
         "device": (accelerator.device_name(1), accelerator.current_device_name(), accelerator.is_available()),
         "backend": accelerator.communication_backend_name(),
         "world": (deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()),
+        "sum": own_sum(),
     }
+
+
+def own_sum() -> tuple[list[int], list[int], float]:
+    """Ranks of the world and of a group of the second rank alone, and the sum over the world of rank + 1."""
+    comm, value = deepspeed.comm, torch.tensor(deepspeed.comm.get_rank() + 1.0)
+    second = comm.new_group([1])
+    ranks = comm.get_all_ranks_from_group(second) if comm.get_rank() == 1 else []
+    comm.inference_all_reduce(value, group=comm.get_world_group())
+    return comm.get_all_ranks_from_group(), ranks, value.item()
 
 
 def test_names_that_such_scripts_use(run_ranks):
@@ -251,6 +261,7 @@ def test_names_that_such_scripts_use(run_ranks):
             "device": ("cpu", "cpu", True),
             "backend": "gloo",
             "world": (rank, 2),
+            "sum": ([0, 1], [1] if rank == 1 else [], 3.0),
         }
 
 

@@ -16,6 +16,7 @@ from parallel3d.models.huggingface.outline import list_of_layers, with_modules
 from parallel3d.models.huggingface.pipeline import gather_whole
 from parallel3d.models.huggingface.tp_plan import TensorPlan
 from parallel3d.parameters import slicing_of
+from parallel3d.pipe.module import PipelineModule
 from parallel3d.specs import BuildContext
 
 _GROUPS = "_tensor_parallel_groups"
@@ -38,6 +39,10 @@ def tp_model_init(
 
     Raises ConfigError for a model without a plan, or with modules that can't be sharded. Collective.
     """
+    if isinstance(model, PipelineModule):
+        raise ConfigError(
+            f"a {type(model).__name__} is sharded by tensor_parallel.size; set that instead of tensor_parallel.autotp_size"
+        )
     init_distributed()
     world = get_world_size()
     if (groups := groups_of(model)) is not None:
