@@ -71,6 +71,9 @@ class Bf16Config(Section):
     known_keys = keys_of("bf16")
 
     enabled: bool = False
+    auto_cast: bool = own_key(
+        True, "true or false: floating-point inputs are cast to bf16; false leaves them as they are, as DeepSpeed does"
+    )
     check_grad_overflow: bool = key(
         False,
         "true or false",

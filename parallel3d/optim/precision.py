@@ -66,7 +66,9 @@ def make_precision(config: Config) -> Precision:
         autocast = torch.float16 if level in ("O1", "O2") else None
         scaling = {"O0": None, "O3": Fp16Config(loss_scale=1.0)}.get(level, Fp16Config())
     checks = scaling is not None or config.bf16.check_grad_overflow
-    return Precision(weights, autocast, scaling, checks, casts_inputs=config.fp16.auto_cast or not config.fp16.enabled)
+    return Precision(
+        weights, autocast, scaling, checks, (config.fp16 if config.fp16.enabled else config.bf16).auto_cast
+    )
 
 
 class LossScaler:

@@ -439,20 +439,24 @@ class Far(nn.Module):
         return self.weight.float() * (positions.float() - 4096).sum()
 
 
-def look_far(fp16: dict[str, Any]) -> tuple[float, float]:
+def look_far(precision: dict[str, Any]) -> tuple[float, float]:
     config = {
         "train_micro_batch_size_per_gpu": 1,
-        "fp16": {"enabled": True, "loss_scale": 1, **fp16},
+        **precision,
         "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
         "steps_per_print": None,
     }
     engine = parallel3d.initialize(model=Far(), config=config)[0]
-    positions = torch.tensor([4097.0])  # 4096 in fp16
+    positions = torch.tensor([4097.0])  # 4096 in fp16 and bf16
     return engine(positions).item(), engine.train_batch(iter([(positions,)])).item()
 
 
 @pytest.mark.parametrize(
-    ("fp16", "seen"), [({}, 0.0), ({"auto_cast": True}, 0.0), ({"auto_cast": False}, 1.0)], ids=str
+    ("cast", "seen"), [({}, 0.0), ({"auto_cast": True}, 0.0), ({"auto_cast": False}, 1.0)], ids=str
 )
-def test_inputs_are_cast_unless_auto_cast_is_false(run_ranks, fp16: dict[str, Any], seen: float):
-    assert run_ranks(1, look_far, fp16) == [(seen, seen)]
+@pytest.mark.parametrize(
+    "section", [{"fp16": {"enabled": True, "loss_scale": 1}}, {"bf16": {"enabled": True}}], ids=list
+)
+def test_inputs_are_cast_unless_auto_cast_is_false(run_ranks, section: Any, cast: dict[str, Any], seen: float):
+    [(name, settings)] = section.items()
+    assert run_ranks(1, look_far, {name: {**settings, **cast}}) == [(seen, seen)]
