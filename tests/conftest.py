@@ -51,8 +51,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in left_out]
 
 
-def pytest_collection_finish() -> None:
-    """Let no collection visit what was imported and collected."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Let the garbage collector visit nothing that was imported or collected. Of xdist's workers and of what starts them."""
     gc.freeze()
     gc.enable()
 
