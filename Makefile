@@ -2,21 +2,26 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PACKAGE := $(VENV)/.package
 STAMP := $(VENV)/.installed
 LAYOUT ?= pp2,dp2
 ARGS ?=
 FUZZ_SECONDS ?= 3600
 
-.PHONY: setup train test test-all fuzz lint clean
+.PHONY: setup train test test-all dist fuzz lint clean
 
 setup: $(STAMP)
 
-$(STAMP): setup.py constraints.txt
+$(PACKAGE): setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt -e ".[plot]"
+	touch $(PACKAGE)
+
+$(STAMP): $(PACKAGE)
 	$(BIN)/pip install -q -c constraints.txt -e ".[test]"
 	touch $(STAMP)
 
-train: setup
+train: $(PACKAGE)
 	$(BIN)/parallel3d --num_procs $(LAYOUT) examples/train_gpt.py --layout $(LAYOUT) $(ARGS)
 
 # Three at a time, as what runs on many processes waits most of the time; neighbours stay together, for what they share.
@@ -28,6 +33,15 @@ test: setup
 test-all: setup
 	$(BIN)/pip install -q -c constraints.txt -e ".[test,huggingface]"
 	$(MAKE) test ARGS="--full $(ARGS)"
+
+# The sdist, and the wheel that pip makes of it, in an environment of their own, away from the sources.
+dist: setup
+	rm -rf build/dist build/clean
+	$(BIN)/python setup.py -q sdist --dist-dir build/dist
+	$(PYTHON) -m venv build/clean
+	build/clean/bin/pip install -q -c constraints.txt build/dist/*.tar.gz
+	cd build/clean && bin/p3d --version && bin/p3d plan --model gpt2 --cluster 2xL40S --global-batch 8 --out plan \
+	  && bin/p3d config plan/config.json --world 2
 
 # Malformed inputs, others in each round.
 fuzz: setup

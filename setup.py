@@ -6,6 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 from setuptools import find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
@@ -35,6 +36,18 @@ class BuildWithKernels(build_py):
             print(f"without CUDA kernels: {error}", file=sys.stderr)
 
 
+class WheelOfItsPlatform(bdist_wheel):
+    """A wheel for any platform, or with compiled kernels for this one; any Python 3 loads them."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Return the tags of Python, ABI and platform, after the build."""
+        kernels = Path(self.get_finalized_command("build").build_lib) / KERNELS
+        if not any(kernels.glob("*.so")):
+            return "py3", "none", "any"
+        self.root_is_pure = False
+        return "py3", "none", super().get_tag()[2]
+
+
 PLOT = ["matplotlib>=3.8"]
 HUGGINGFACE = ["accelerate>=1.10", "peft>=0.17", "trl>=1.0; python_version >= '3.11'", "datasets>=4"]
 TEST = [
@@ -61,6 +74,19 @@ setup(
     long_description=open("README.md", encoding="utf-8").read(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: GPU :: NVIDIA CUDA",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     packages=find_packages(include=["parallel3d", "parallel3d.*"]),
     package_data={
         "parallel3d": ["py.typed"],
@@ -70,7 +96,7 @@ setup(
         "parallel3d.planner.search": ["models.yaml"],
         "parallel3d.planner.report": ["page/*"],
     },
-    cmdclass={"build_py": BuildWithKernels},
+    cmdclass={"build_py": BuildWithKernels, "bdist_wheel": WheelOfItsPlatform},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.11",
@@ -82,6 +108,7 @@ setup(
         "hjson>=3.1",
         "rich>=13",
         "safetensors>=0.4.3",
+        "shtab>=1.7",
     ],
     extras_require={"plot": PLOT, "huggingface": HUGGINGFACE, "test": TEST + PLOT},
     entry_points={"console_scripts": ["parallel3d = parallel3d.launcher:main", "p3d = parallel3d.cli:main"]},

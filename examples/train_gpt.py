@@ -59,6 +59,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--save", metavar="DIR", help="save there at each evaluation, and go on from the newest that is there"
     )
+    parser.add_argument("--predict", action="store_true", help="also print what the planner predicts of each part")
     parser.add_argument("--out", default="runs", help="directory for the results of runs")
     return parser.parse_args()
 
@@ -226,7 +227,9 @@ def main() -> None:
     if engine.global_steps < args.steps:
         train(engine, args, held_out, metrics)
         write_timelines(engine, directory)
-        print_prediction(engine.reports.write_run_record(directory), args, config)
+        record = engine.reports.write_run_record(directory)
+        if args.predict:
+            print_prediction(record, args, config)
     text = sample(Generator(engine), b"\ndef ", args.sample, args.context, 0.8, torch.Generator().manual_seed(0))
     final = held_out.loss()
     if directory is not None and metrics is not None:
@@ -234,6 +237,7 @@ def main() -> None:
         plot_losses(directory / "metrics.csv", directory / "loss.svg")
         print(f"held-out loss {final:.3f} nats a byte after {args.steps} steps; a sample:")
         print("def " + text.decode(errors="replace"))
+        print(f"the curve of the loss is {directory}/loss.svg, and the timeline of the last step {directory}/timeline.svg")
     parallel3d.comm.destroy()
 
 

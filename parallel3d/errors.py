@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import Any
 
 _MOST_SHOWN = 20_000
+# Names of schedules elsewhere -> the one that is it, or its next of kin, here.
+_ELSEWHERE = {
+    "afab": "gpipe",
+    "loopedbfs": "gpipe",
+    "interleaved1f1b": "interleaved",
+    "vpp": "interleaved",
+    "zb1p": "zb-h1",
+    "zerobubble": "zb-h1",
+    "interleavedzerobubble": "zb-looped",
+    "dualpipe": "zbv",
+    "dualpipev": "zbv",
+    "zbvzerobubble": "zbv",
+}
 
 
 class Parallel3DError(Exception):
@@ -20,8 +34,11 @@ class Parallel3DError(Exception):
         super().__init__(message)
 
 
-class ConfigError(Parallel3DError, ValueError):
-    """A configuration that can't be carried out: unknown key, wrong value, conflicting values."""
+class ConfigError(Parallel3DError, ValueError, AssertionError):
+    """A configuration that can't be carried out: unknown key, wrong value, conflicting values.
+
+    It is an AssertionError for DeepSpeed's scripts, which catch that.
+    """
 
 
 class TopologyError(Parallel3DError, ValueError):
@@ -46,6 +63,18 @@ class DataError(Parallel3DError, ValueError):
 
 class ExecutionError(Parallel3DError, RuntimeError):
     """An exception inside an instruction; says rank, stage, micro-batch and instruction, and keeps the cause."""
+
+
+def note_place(error: Exception, place: str) -> None:
+    """Note in which layer or function of the user an exception arose; the first note stays."""
+    vars(error).setdefault("parallel3d_place", place)
+
+
+def first_line_of(error: Exception) -> str:
+    """Return the type and the first line of an exception, and the place that was noted."""
+    line = printable(next(iter(str(error).splitlines()), ""))
+    place = getattr(error, "parallel3d_place", None)
+    return f"{type(error).__name__}: {line}" + (f", in {place}" if place else "")
 
 
 def execution_error(message: str, cause: Exception) -> ExecutionError:
@@ -91,8 +120,11 @@ class NumericsError(Parallel3DError, ArithmeticError):
     """An inf or NaN that check_numerics found."""
 
 
-class CheckpointError(Parallel3DError, RuntimeError):
-    """A checkpoint that is incomplete, damaged, of another model, or cannot be written."""
+class CheckpointError(Parallel3DError, RuntimeError, AssertionError):
+    """A checkpoint that is incomplete, damaged, of another model, or cannot be written.
+
+    It is an AssertionError for DeepSpeed's scripts, which catch that.
+    """
 
 
 class OffloadError(Parallel3DError, RuntimeError):
@@ -121,5 +153,7 @@ def printable(text: str, most: int = 2000) -> str:
 def nearest(word: str, vocabulary: Iterable[str]) -> str:
     """Return " Did you mean 'x'?" for the closest known word, whatever its case, or "" if none is close."""
     known = {w.lower(): w for w in vocabulary}
+    if (same := _ELSEWHERE.get(re.sub("[^a-z0-9]", "", word.lower()))) in known:
+        return f" Did you mean {same!r}?"
     close = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.6)
     return f" Did you mean {known[close[0]]!r}?" if close else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from parallel3d.comm.collectives import everywhere
 from parallel3d.comm.environment import init_distributed, local_device
 from parallel3d.config import BatchSizes, Config, batch_sizes, load
 from parallel3d.deepspeed.accessors import DeepSpeedEngine, PipelineEngine
 from parallel3d.deepspeed.arguments import find_config, known_values
 from parallel3d.errors import ConfigError
+from parallel3d.models.huggingface.in_place import groups_of, tp_model_init
 from parallel3d.models.huggingface.meta import read_when_needed
 from parallel3d.optim import build_optimizer, build_scheduler
 from parallel3d.pipe.batch import make_loader
@@ -63,22 +66,35 @@ def initialize(
 
     Raises ConfigError, CheckpointError, CommunicationError. Collective: every rank calls it at the same point of its script.
     """
+    _check_order(args, model, config)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     _check_mpu(mpu, mesh_param)
     model = _with_weights(model, weights)
     settings = load(find_config(args, config, config_params), auto, known_values(optimizer, training_data))
-    if settings.zero_optimization.stage == 3 and not isinstance(model, PipelineModule):
-        set_configured_leaf_modules(model, settings.zero_optimization)
-    pipeline = model if isinstance(model, PipelineModule) else SingleStageModule(model)
-    _check_module(pipeline, settings)
+    pipeline = _as_pipeline(model, settings)
     sizes = _batch_sizes(pipeline, settings)
     trained = _trainable(model.parameters() if model_parameters is None else model_parameters)
+    if settings.optimizer is not None and everywhere(not trained, pipeline.groups.control):
+        warnings.warn("no parameter requires a gradient: nothing is trained; set requires_grad of some", stacklevel=2)
     built = _make_optimizer(optimizer, trained, settings)
     scheduler = _make_scheduler(lr_scheduler, built, settings)
     loader = make_loader(pipeline, training_data, sizes, settings, collate_fn) if training_data is not None else None
     iterator = RepeatingLoader(loader) if loader is not None else None
     kind = PipelineEngine if pipeline is model else DeepSpeedEngine
     return kind(pipeline, settings, sizes, built, scheduler, iterator), built, loader, scheduler
+
+
+def _check_order(args: Any, model: Any, config: Any) -> None:
+    """Raise ConfigError where a model or a configuration is given in the place of another argument."""
+    if isinstance(args, (nn.Module, Mapping, str, Path, Config)):
+        raise ConfigError(
+            f"the first argument of initialize, args, is a {type(args).__name__}, but it is for the parsed command line; write "
+            "initialize(model=model, config=config)"
+        )
+    if isinstance(config, nn.Module):
+        raise ConfigError(
+            f"config is a {type(config).__name__} and model a {type(model).__name__}; give them the other way round"
+        )
 
 
 def _with_weights(model: object, weights: str | Path | None) -> nn.Module:
@@ -98,13 +114,36 @@ def _with_weights(model: object, weights: str | Path | None) -> nn.Module:
     return model
 
 
+def _as_pipeline(model: nn.Module, config: Config) -> PipelineModule:
+    """Return the model as a pipeline of one stage, if it isn't a pipeline already. Raises ConfigError as _check_module does."""
+    size = config.tensor_parallel.autotp_size
+    if not isinstance(model, PipelineModule):
+        if config.zero_optimization.stage == 3:
+            set_configured_leaf_modules(model, config.zero_optimization)
+        if size > 1:
+            tp_model_init(model, size)
+        model = SingleStageModule(model, groups_of(model))
+    elif size > 1 and size != model.groups.model.size:
+        raise ConfigError(
+            f"tensor_parallel.autotp_size is {size}, but the PipelineModule was built with {model.groups.model.size} "
+            "tensor-parallel ranks; set tensor_parallel.size in the configuration that it is built with, instead"
+        )
+    _check_module(model, config)
+    return model
+
+
 def _batch_sizes(pipeline: PipelineModule, config: Config) -> BatchSizes:
     replicas, least = pipeline.groups.data.size, config.elastic.min_replicas
     if config.elastic.enabled and replicas < least:
         raise ConfigError(
             f"{replicas} replicas are left, but elastic.min_replicas is {least}; start more processes, or set it"
         )
-    return batch_sizes(config, pipe=pipeline.num_stages, data=replicas, model=pipeline.groups.model.size)
+    shards = pipeline.groups.model.size
+    if isinstance(pipeline, SingleStageModule) and shards > 1:
+        # As DeepSpeed and the libraries count: the samples of all ranks.
+        sizes = batch_sizes(config, pipe=1, data=replicas * shards, model=1)
+        return replace(sizes, train_batch_size=sizes.train_batch_size // shards)
+    return batch_sizes(config, pipe=pipeline.num_stages, data=replicas, model=shards)
 
 
 def _check_mpu(mpu: Any, mesh_param: tuple[int, int] | None) -> None:

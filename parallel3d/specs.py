@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.errors import PartitionError
+from parallel3d.errors import Parallel3DError, PartitionError, execution_error, first_line_of
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,14 @@ class LayerSpec:
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any):
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
-            raise PartitionError(f"LayerSpec needs a class derived from torch.nn.Module, not {typename!r}")
+            remedy = "and after it the arguments of its constructor"
+            if isinstance(typename, nn.Module):
+                remedy += (
+                    f", LayerSpec({type(typename).__name__}, ...); or put the module itself into the list of layers"
+                )
+            raise PartitionError(
+                f"LayerSpec needs a class derived from torch.nn.Module, not {typename!r}; give the class, {remedy}"
+            )
         self.typename = typename
         self.module_args = module_args
         self.module_kwargs = module_kwargs
@@ -127,6 +135,15 @@ class TiedLayerSpec(LayerSpec):
         return f"TiedLayerSpec({self.key!r}, {self.typename.__name__})"
 
 
+def place_of(k: int, layer: Layer, error: Exception) -> str:
+    """Return the name of layer k, in which an exception arose; with the rule that it breaks if it takes several arguments."""
+    several = isinstance(error, TypeError) and "required positional argument" in str(error)
+    rule = (
+        ": a layer takes one argument, the output of the layer before it; a tuple may hold several" if several else ""
+    )
+    return f"layer {k} ({layer_name(layer)}){rule}"
+
+
 Layer = LayerSpec | nn.Module | Callable[[Any], Any]
 # Of a model's outputs and its labels; None where the last layer returns the loss.
 LossFunction = Callable[[Any, Any], Any] | LayerSpec | None
@@ -150,13 +167,20 @@ def check_layers(layers: Sequence[Layer]) -> None:
             raise PartitionError(f"layer {k} is {layer!r}; give a LayerSpec, a module or a function of one argument")
 
 
-def blueprint(layer: Layer, context: BuildContext) -> nn.Module:
-    """Build a layer to inspect, on the meta device where its constructor allows that; an empty module for a function."""
+def blueprint(layer: Layer, context: BuildContext, k: int | None = None) -> nn.Module:
+    """Build a layer to inspect it, on the meta device where its constructor allows that; an empty module for a function.
+
+    An exception of its constructor becomes an ExecutionError that names the layer, k.
+    """
     if not isinstance(layer, LayerSpec):
         return layer if isinstance(layer, nn.Module) else nn.Module()
+    with suppress(RuntimeError, TypeError), torch.device("meta"):
+        return layer.build(context)
     try:
-        with torch.device("meta"):
-            return layer.build(context)
-    except (RuntimeError, TypeError):
         # A constructor that reads its weights' values (.item(), .numpy()) can't run on meta tensors.
         return layer.build(context)
+    except Parallel3DError:
+        raise
+    except Exception as error:
+        place = repr(layer) if k is None else f"layer {k}, {layer!r},"
+        raise execution_error(f"{place} can't be built: {first_line_of(error)}", error) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections import defaultdict
@@ -15,8 +16,9 @@ from hypothesis import settings
 sys.path.insert(0, str(Path(__file__).parent))
 # Before torch is imported. The models are small: a second thread would only spin on the core of another test's process.
 os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+gc.disable()  # until the tests are collected: what is imported, a million objects, stays
 
-from ranks import RankPool
+from ranks import RankPool  # noqa: E402
 
 # How long an example takes says more of the machine than of what is tested.
 settings.register_profile("unhurried", settings(), deadline=None)
@@ -37,8 +39,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if len(list(item.iter_markers("parametrize"))) > 2 and not config.getoption("full"):
             products[item.nodeid.partition("[")[0]].append(item)
-    full = config.getoption("full")
-    left_out = {item for item in items if not full and item.get_closest_marker("every_second") and is_odd(item)}
+    left_out = set() if config.getoption("full") else every_second_case(items)
     for cases in products.values():
         rows = [tuple(map(repr, case.callspec.params.values())) for case in cases]
         known = {row[:length] for row in rows for length in range(1, len(rows[0]) + 1)}
@@ -49,12 +50,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in left_out]
 
 
-def is_odd(item: pytest.Item) -> bool:
-    """Whether the places of its values in their parametrize marks sum to an odd number."""
-    firsts = [
-        mark.args[0] if isinstance(mark.args[0], str) else mark.args[0][0] for mark in item.iter_markers("parametrize")
-    ]
-    return sum(item.callspec.indices[name] for name in firsts) % 2 == 1
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Let the garbage collector visit nothing that was imported or collected. Of xdist's workers and of what starts them."""
+    gc.freeze()
+    gc.enable()
+
+
+def every_second_case(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return the marked cases of which the places of the values, among those of each parametrize mark, have an odd sum."""
+    tests, odd = defaultdict(list), set()
+    for item in items:
+        tests[item.nodeid.partition("[")[0]].append(item)
+    for cases in tests.values():
+        for case in filter(lambda case: case.get_closest_marker("every_second"), cases):
+            places = 0
+            for mark in case.iter_markers("parametrize"):
+                names = [mark.args[0]] if isinstance(mark.args[0], str) else mark.args[0]
+                values = [repr([each.callspec.params[name] for name in names]) for each in cases]
+                places += list(dict.fromkeys(values)).index(values[cases.index(case)])
+            if places % 2 == 1:
+                odd.add(case)
+    return odd
 
 
 @pytest.fixture(scope="session")

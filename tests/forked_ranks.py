@@ -1,12 +1,14 @@
 """A launcher whose ranks are forks of it, so that they need not import torch: `python -m forked_ranks parallel3d.launcher ...`.
 
-It starts them by subprocess.Popen as ever, but each goes on in this process's copy instead of executing Python.
+It starts them by subprocess.Popen as ever, but each goes on in this process's copy instead of executing Python. Before the
+launcher's name, `--import MODULE` says what else is imported here for all ranks.
 """
 
 from __future__ import annotations
 
 import atexit
 import gc
+import importlib
 import os
 import runpy
 import signal
@@ -75,4 +77,8 @@ def run(program: Any, *args: Any) -> int:
 if __name__ == "__main__":
     subprocess_handler.Popen = fork_rank
     del sys.argv[0]
+    while sys.argv[0] == "--import":
+        importlib.import_module(sys.argv[1])
+        del sys.argv[:2]
+    gc.freeze()  # what was imported stays: no collection of a rank's need visit it
     runpy.run_module(sys.argv[0], None, "__main__", True)

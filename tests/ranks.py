@@ -32,6 +32,7 @@ class RankError(AssertionError):
 def _worker(connection: Connection, port: int, device: str, folder: str) -> None:
     os.chdir(folder)  # for the failure-*.json of what tests break
     gc.freeze()  # what was imported stays
+    num_modules = len(sys.modules)
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -45,6 +46,9 @@ def _worker(connection: Connection, port: int, device: str, folder: str) -> None
         while True:
             _take_part(connection, store, device)
             gc.collect()  # engines are in cycles, and each of gloo's threads that they keep wakes up 100 times a second
+            if len(sys.modules) > num_modules:  # what was imported since stays too
+                num_modules = len(sys.modules)
+                gc.freeze()
 
 
 def _take_part(connection: Connection, store: dist.Store, device: str) -> None:

@@ -6,14 +6,13 @@ import gc
 import json
 import os
 import socket
-import subprocess
 import sys
 import zipfile
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from warm import run_codes
+from warm import run_launcher
 
 from parallel3d.cli.deepspeed import write_wheel
 
@@ -102,24 +101,25 @@ def _free_port() -> int:
     return port
 
 
-def run_job(directory: Path, module: str, configs: dict[str, Any], world: int = 2) -> dict[str, Any]:
-    """Run main(model, directory, configs) of a module on some ranks; return what it has written."""
-    environment = _environment(directory) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+def _launch(directory: Path, module: str, configs: dict[str, Any], *launcher: str) -> dict[str, Any]:
+    """Run main(model, directory, configs) of a module on a launcher's ranks; return what it has written."""
     arguments = str(directory / "model"), str(directory), json.dumps(configs)
-    paths = environment["PYTHONPATH"].split(os.pathsep)
-    code = f"import sys; sys.path[:0] = {paths!r}\nfrom {module} import main\nmain(*{arguments!r})"
-    ranks = [
-        {**environment, "WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)
-    ]
-    for ended in run_codes(code, directory / f"ranks of {world}", ranks, most_seconds=400):
-        assert ended.returncode == 0, ended.stderr
+    script = str(Path(__file__).parent / f"{module}.py")
+    imports = "transformers.trainer", "transformers.models.llama.modeling_llama", "peft"
+    environment = _environment(directory)
+    run_launcher(directory, *launcher, script, *arguments, imports=imports, environment=environment, timeout=600)
     found: dict[str, Any] = json.loads((directory / "found.json").read_text())
     return found
 
 
+def run_job(directory: Path, module: str, configs: dict[str, Any], world: int = 2) -> dict[str, Any]:
+    """Train on some ranks of torchrun's."""
+    torchrun = "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)
+    return _launch(directory, module, configs, *torchrun)
+
+
 def launch_job(directory: Path, module: str, deepspeed: dict[str, Any], configs: dict[str, Any]) -> dict[str, Any]:
-    """Do what run_job does on 2 ranks that `accelerate launch` starts, with a configuration that is in a file."""
-    environment = _environment(directory)
+    """Train on 2 ranks that `accelerate launch` starts, with a configuration that is in a file."""
     (directory / "deepspeed.json").write_text(json.dumps(deepspeed))
     settings = {
         "compute_environment": "LOCAL_MACHINE",
@@ -131,12 +131,8 @@ def launch_job(directory: Path, module: str, deepspeed: dict[str, Any], configs:
         "main_process_port": _free_port(),
     }
     (directory / "accelerate.json").write_text(json.dumps(settings))
-    script = str(Path(__file__).parent / f"{module}.py")
-    arguments = str(directory / "model"), str(directory), json.dumps(configs)
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(directory / "accelerate.json")]
-    subprocess.run([*launcher, script, *arguments], env=environment, check=True, timeout=600)
-    found: dict[str, Any] = json.loads((directory / "found.json").read_text())
-    return found
+    accelerate = "accelerate.commands.launch", "--config_file", str(directory / "accelerate.json")
+    return _launch(directory, module, configs, *accelerate)
 
 
 def with_adapters(model: Any) -> Any:
@@ -189,11 +185,12 @@ def train(model: Path, out: Path, config: dict[str, Any] | None, kind: str, resu
     forget_state()
     before = num_engine_states()
     rows = samples()
+    shards = (config or {}).get("tensor_parallel", {}).get("autotp_size", 1)
     arguments = TrainingArguments(
         str(out),
         per_device_train_batch_size=3 if kind == "memory" else 2,
         auto_find_batch_size=kind == "memory",
-        gradient_accumulation_steps=4 // int(os.environ["WORLD_SIZE"]),
+        gradient_accumulation_steps=4 * shards // int(os.environ["WORLD_SIZE"]),
         deepspeed=config,
         **ARGUMENTS,
     )
@@ -238,3 +235,7 @@ def main(model: str, out: str, configs: str) -> None:
         (Path(out) / "found.json").write_text(json.dumps(found))
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,11 @@ def make_tokenizer() -> Any:
 
 
 def train(kind: str, model: Path, out: Path, config: dict[str, Any] | None) -> dict[str, list[float]]:
-    """Train by SFTTrainer ("sft", or "lora" with adapters), or by DPOTrainer with a reference model ("dpo")."""
+    """Train by SFTTrainer ("sft"; "lora" with adapters), DPOTrainer with a reference model ("dpo"), or GRPOTrainer ("grpo")."""
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM
-    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+    from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
     forget_state()
     generator = torch.Generator().manual_seed(1)
@@ -65,6 +66,15 @@ def train(kind: str, model: Path, out: Path, config: dict[str, Any] | None) -> d
             train_dataset=Dataset.from_list(rows),
             processing_class=make_tokenizer(),
         )
+    elif kind == "grpo":  # samples completions of its own
+        sampling: dict[str, Any] = {"num_generations": 2, "max_completion_length": 6, "temperature": 1.0}
+        trainer = GRPOTrainer(
+            model=own,
+            reward_funcs=lambda completions, **_: [float(text.count("w1")) for text in completions],
+            args=GRPOConfig(**common, **sampling),
+            train_dataset=Dataset.from_list([{"prompt": text(5)} for _ in range(32)]),
+            processing_class=make_tokenizer(),
+        )
     else:
         adapters = LoraConfig(
             r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights="gaussian"
@@ -89,9 +99,13 @@ def main(model: str, out: str, configs: str) -> None:
     torch.set_num_threads(1)
     found = {
         f"{kind}, {name}": train(kind, Path(model), Path(out) / f"{kind} {name}", config)
-        for kind in ("sft", "lora", "dpo")
+        for kind in ("sft", "lora", "dpo", "grpo")
         for name, config in json.loads(configs).items()
     }
     if dist.get_rank() == 0:
         (Path(out) / "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

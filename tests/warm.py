@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -19,6 +20,7 @@ from ranks import warm_context
 
 def run_and_end(script: Callable[..., None], args: tuple[Any, ...]) -> None:
     """End this process as python ends after a script."""
+    gc.freeze()  # what was imported stays: no collection need visit it
     torch.set_num_threads(1)
     code: Any = 0
     try:
@@ -40,6 +42,7 @@ def _become(folder: str, environment: dict[str, str]) -> None:
     os.chdir(folder)
     os.environ.clear()
     os.environ |= environment
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
 
 
 def run_script(path: str, *arguments: str) -> None:
@@ -142,9 +145,20 @@ class WarmProcess:
         return texts[0], texts[1]
 
 
-def run_launcher(folder: Path, name: str, *arguments: str) -> str:
-    """Run `python -m name arguments`, a launcher whose ranks need not import torch, in a folder. Return what was printed."""
-    job = WarmProcess(folder, dict(os.environ), "forked_ranks", name, *arguments)
-    output, errors = job.communicate(timeout=200)
+def run_launcher(
+    folder: Path,
+    name: str,
+    *arguments: str,
+    imports: Sequence[str] = (),
+    environment: Mapping[str, str] = os.environ,
+    timeout: float = 200,
+) -> str:
+    """Run `python -m name arguments`, a launcher whose ranks need not import torch, in a folder. Return what was printed.
+
+    imports: modules that the launcher imports for all of its ranks.
+    """
+    ready = [word for module in imports for word in ("--import", module)]
+    job = WarmProcess(folder, dict(environment), "forked_ranks", *ready, name, *arguments)
+    output, errors = job.communicate(timeout)
     assert job.returncode == 0, errors
     return output

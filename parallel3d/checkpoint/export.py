@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from pydantic import TypeAdapter
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from parallel3d.checkpoint.format import MASTER, MODEL
@@ -176,10 +176,18 @@ def export_checkpoint(
 
 
 def export_one_file(checkpoint: Path, file: Path) -> None:
-    """Write all weights of a checkpoint into one safetensors file, replaced atomically. Raises CheckpointError, OSError."""
+    """Write all weights of a checkpoint into one file, replaced atomically.
+
+    It is a safetensors file, or one for torch.load if its name ends otherwise. Raises CheckpointError, OSError.
+    """
     beside = checkpoint / "export"
     export_checkpoint(checkpoint, beside, plain=True, max_file_bytes=sys.maxsize)
-    (beside / SINGLE).replace(file)
+    written = beside / SINGLE
+    if file.suffix != ".safetensors":
+        tensors, written = load_file(written), beside / file.name
+        torch.save(tensors, written)
+        sync(written)
+    written.replace(file)
     sync(file.parent)
 
 

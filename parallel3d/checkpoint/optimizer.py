@@ -64,11 +64,14 @@ class OptimizerTarget:
                 f"{reader.directory} holds the state of optimizer {saved}, and this engine has {mine}; use {saved}, or "
                 "load the weights without it: load_optimizer_states=False, or load_module_only=True"
             )
-        shards = {shard.master: shard for bucket in buckets for shard in bucket.pieces}
+        pieces = [(bucket, shard) for bucket in buckets for shard in bucket.pieces]
+        shards = {shard.master: shard for _, shard in pieces}
         self._groups = [self._restored(place, group, shards) for place, group in enumerate(optimizer.param_groups)]
         keys = dict.fromkeys(name.split("/", 2)[1] for name in reader.tensors if name.startswith(OPTIMIZER))
         trained = {name for group in self._saved["groups"] for name in group["names"]}
-        held = {p for group in optimizer.param_groups for p in group["params"]}
+        held = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
+        # Masters in the order in which a step makes their state: bucket by bucket where that is offloaded.
+        self._order = list(shards) if any(bucket.is_offloaded for bucket, _ in pieces) else list(held)
         self._state: dict[Tensor, dict[str, Any]] = {}
         for master, shard in shards.items():
             name, stored = shard.info.name, reader.tensors.get(MODEL + shard.info.name)
@@ -117,7 +120,7 @@ class OptimizerTarget:
             {**settings, "params": [id(p) for p in group["params"]]}
             for settings, group in zip(self._groups, self._optimizer.param_groups, strict=True)
         ]
-        state = {id(master): state for master, state in self._state.items() if state}
+        state = {id(master): self._state[master] for master in self._order if self._state.get(master)}
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def _restored(self, place: int, group: Mapping[str, Any], shards: Mapping[Any, ParameterShard]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -12,38 +11,10 @@ from rich.table import Column, Table
 from parallel3d.config.layout import parse_layout
 from parallel3d.errors import ConfigError
 from parallel3d.parity import Report, Settings, check
-from parallel3d.parity.settings import TOLERANCES
 
 
-def add_command(commands: Any) -> None:
-    """Add `check` to the subcommands of an argparse parser."""
-    parser = commands.add_parser(
-        "check",
-        help="compare layouts with one process",
-        description="Train a few steps in each layout and on one process in plain PyTorch, with the same data and seeds, and "
-        "compare losses, gradients and weights. The exit code is 0 if all agree, 1 if any differ, 2 if the check can't run.",
-    )
-    parser.add_argument(
-        "target",
-        help="script.py:FUNCTION or package.module:FUNCTION that returns a parallel3d.parity.Subject; or the directory of a "
-        "Hugging Face model, or its name in the hub's local cache",
-    )
-    parser.add_argument(
-        "--layouts", nargs="+", required=True, metavar="LAYOUT", help='such as "pp2,dp2,tp2,zero2" "pp4,zero1,zb-h1"'
-    )
-    parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps (default: 3)")
-    parser.add_argument(
-        "--seed", type=int, default=1234, metavar="N", help="seed of weights, data and dropout (default: 1234)"
-    )
-    parser.add_argument("--dtype", choices=list(TOLERANCES), default="float32", help="default: float32")
-    shown = ", ".join(f"{value:g} for {dtype}" for dtype, value in TOLERANCES.items())
-    parser.add_argument(
-        "--tolerance", type=float, metavar="X", help=f"relative difference that passes (default: {shown})"
-    )
-    parser.set_defaults(run=_run)
-
-
-def _run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
+    """Run `p3d check`; return 1 if a layout differs. Raises ConfigError for options or layouts that can't be checked."""
     if options.steps < 1 or options.seed < 0 or (options.tolerance is not None and not options.tolerance > 0):
         raise ConfigError(
             f"--steps is {options.steps}, --seed {options.seed}, --tolerance {options.tolerance}; give --steps 1 or more, "

@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -30,60 +29,9 @@ from parallel3d.checkpoint.format import MANIFEST, MODEL, Manifest, TrainingStat
 from parallel3d.checkpoint.read import Reader
 from parallel3d.errors import CheckpointError
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_CHECKPOINT = "directory of a checkpoint, or of several: then the one that `latest` names is used, or else the newest"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MOST = 20  # differences that are printed
 _WIDTH = 1000  # so that nothing is cut
-
-
-def add_command(commands: Any) -> None:
-    """Add `ckpt` to the subcommands of an argparse parser."""
-    parser = commands.add_parser("ckpt", help="list, verify, import, export and compare checkpoints")
-    actions = parser.add_subparsers(metavar="ACTION", required=True)
-
-    listing = actions.add_parser("ls", help="list the checkpoints of a directory, and what else is in it")
-    listing.add_argument("directory", type=Path)
-    listing.set_defaults(run=_list)
-
-    verify = actions.add_parser(
-        "verify", help="compare everything with its checksums; the exit code is 1 if one differs"
-    )
-    verify.add_argument("checkpoint", type=Path, help=_CHECKPOINT)
-    verify.set_defaults(run=_verify)
-
-    importing = actions.add_parser(
-        "import",
-        help="make a checkpoint of one that DeepSpeed or torch.distributed.checkpoint saved",
-        description="Write TARGET/<tag> and TARGET/latest, which load_checkpoint and resume read in any layout.",
-    )
-    importing.add_argument("source", type=Path, help="directory that was given to save_checkpoint, or one of its tags")
-    importing.add_argument("target", type=Path, help="directory of checkpoints to write to")
-    importing.add_argument("--tag", help="the tag to import (default: the one that the file `latest` names)")
-    importing.add_argument("--weights-only", action="store_true", help="leave out the optimizer's state")
-    importing.set_defaults(run=_import)
-
-    export = actions.add_parser(
-        "export",
-        help="write the weights in Hugging Face's form",
-        description="Write a directory that from_pretrained accepts, for a model of parallel3d.models; for any other model, or "
-        "with --plain, write safetensors under the model's own names. With --format dcp, write the weights and the optimizer's "
-        "state for torch.distributed.checkpoint.load.",
-    )
-    export.add_argument("checkpoint", type=Path, help=_CHECKPOINT)
-    export.add_argument("directory", type=Path, help="directory to write; it must not exist or must be empty")
-    export.add_argument("--dtype", choices=list(_DTYPES), help="dtype of floating-point tensors (default: as saved)")
-    export.add_argument("--masters", action="store_true", help="write the fp32 master weights, if there are any")
-    export.add_argument("--plain", action="store_true", help="use the model's own names")
-    export.add_argument("--format", choices=["safetensors", "dcp"], default="safetensors", help="of the files")
-    export.set_defaults(run=_export)
-
-    diff = actions.add_parser("diff", help="compare the tensors of two checkpoints; the exit code is 1 if they differ")
-    diff.add_argument("first", type=Path, help=_CHECKPOINT)
-    diff.add_argument("second", type=Path)
-    diff.add_argument(
-        "--tolerance", type=float, default=0.0, metavar="X", help="relative difference that passes (default: 0)"
-    )
-    diff.set_defaults(run=_diff)
 
 
 def locate(path: Path) -> Path:
@@ -101,7 +49,8 @@ def locate(path: Path) -> Path:
     return complete[-1].path
 
 
-def _list(options: argparse.Namespace) -> int:
+def list_checkpoints(options: argparse.Namespace) -> int:
+    """Run `p3d ckpt ls`. Raises CheckpointError."""
     directory: Path = options.directory
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is no directory")
@@ -137,7 +86,8 @@ def _described(manifest: Manifest) -> tuple[str, str, str, str]:
     return saved, f"{size:.3g}", str(state.counters.get("global_steps", "")), layout
 
 
-def _verify(options: argparse.Namespace) -> int:
+def verify(options: argparse.Namespace) -> int:
+    """Run `p3d ckpt verify`; return 1 if something differs from its checksum. Raises CheckpointError."""
     path = locate(options.checkpoint)
     reader = Reader(path)
     problems = list(reader.verify_all())
@@ -148,8 +98,9 @@ def _verify(options: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def _export(options: argparse.Namespace) -> int:
-    path, dtype = locate(options.checkpoint), _DTYPES.get(options.dtype)
+def export(options: argparse.Namespace) -> int:
+    """Run `p3d ckpt export`. Raises CheckpointError."""
+    path, dtype = locate(options.checkpoint), DTYPES.get(options.dtype)
     if options.format == "dcp":
         if options.dtype or options.masters or options.plain:
             raise CheckpointError(
@@ -164,7 +115,8 @@ def _export(options: argparse.Namespace) -> int:
     return 0
 
 
-def _import(options: argparse.Namespace) -> int:
+def import_foreign(options: argparse.Namespace) -> int:
+    """Run `p3d ckpt import`. Raises CheckpointError."""
     source: Path = options.source.absolute()  # so that `.` has a name
     tag = options.tag or (None if is_dcp(source) or is_deepspeed(source) else latest_tag(source))
     source = source / tag if tag else source
@@ -180,7 +132,8 @@ def _import(options: argparse.Namespace) -> int:
     return 0
 
 
-def _diff(options: argparse.Namespace) -> int:
+def diff(options: argparse.Namespace) -> int:
+    """Run `p3d ckpt diff`; return 1 if the checkpoints differ. Raises CheckpointError."""
     first, second = Reader(locate(options.first)), Reader(locate(options.second))
     alone = ((one, one.tensors.keys() - other.tensors.keys()) for one, other in ((first, second), (second, first)))
     lines = [f"{name} is in {one.directory} alone" for one, names in alone for name in sorted(names)]

@@ -24,32 +24,8 @@ DEFAULT, DERIVED, OF_MODULE = "default", "derived", "as PipelineModule says"
 _SO_ANYWAY = "is so anyway"
 
 
-def add_command(commands: Any) -> None:
-    """Add `config` to the subcommands of an argparse parser."""
-    parser = commands.add_parser(
-        "config",
-        help="explain a configuration",
-        description="Explain a configuration: every value in force and where it comes from, what is left out and why, and the "
-        "batch arithmetic.",
-    )
-    parser.add_argument(
-        "file", nargs="?", help="configuration file: JSON with comments, Hjson or YAML; or base64 of JSON"
-    )
-    parser.add_argument("--world", type=int, metavar="N", help="number of ranks")
-    parser.add_argument("--pp", type=int, metavar="N", help="pipeline stages (default: pipeline.stages, or 1)")
-    parser.add_argument(
-        "--auto",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help='value of a key that is "auto", such as optimizer.params.lr=1e-4; may be repeated',
-    )
-    parser.add_argument("--keys", action="store_true", help="print the table of all keys in Markdown, and nothing else")
-    parser.add_argument("--schema", action="store_true", help="print the JSON schema, and nothing else")
-    parser.set_defaults(run=_run)
-
-
-def _run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
+    """Run `p3d config`. Raises ConfigError for a wrong option or configuration."""
     if options.schema:
         print(json.dumps(Config.model_json_schema(), indent=2))
     elif options.keys:

@@ -11,7 +11,6 @@ import zipfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from parallel3d.deepspeed.aliases import VERSION
 from parallel3d.errors import ConfigError
@@ -29,19 +28,6 @@ _FILES = {
     f"{_INFO}/WHEEL": "Wheel-Version: 1.0\nGenerator: parallel3d\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     f"{_INFO}/entry_points.txt": "[console_scripts]\ndeepspeed = parallel3d.launcher.deepspeed:command\n",
 }
-
-
-def add_command(commands: Any) -> None:
-    """Add `deepspeed` to the subcommands of an argparse parser."""
-    parser = commands.add_parser(
-        "deepspeed",
-        help="let libraries that import deepspeed use this package",
-        description="Put a distribution named deepspeed into this environment, or take it out again. Imports of deepspeed "
-        "then give this package's modules, for libraries such as transformers and accelerate. An installed DeepSpeed is never "
-        "replaced.",
-    )
-    parser.add_argument("action", choices=["install", "remove"])
-    parser.set_defaults(run=_run)
 
 
 def installed() -> str | None:
@@ -73,7 +59,8 @@ def write_wheel(directory: Path) -> Path:
     return path
 
 
-def _run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
+    """Run `p3d deepspeed`. Raises ConfigError where another DeepSpeed is installed."""
     present = installed()
     if present not in (None, VERSION):
         raise ConfigError(

@@ -7,8 +7,6 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -24,12 +22,6 @@ from parallel3d.kernels.cuda_library import build, find_library, find_nvcc, open
 from parallel3d.kernels.workspace import check_kernels, check_ranks
 
 _WIDTH = 140  # width of the table without a terminal
-# Options that give a number -> what it counts, and the key that gives it first.
-_COUNTS = {
-    "tensor_parallel": ("tensor-parallel ranks", "tensor_parallel.size, or "),
-    "stages": ("stages of a pipeline", "pipeline.stages, or "),
-    "replicas": ("replicas of a stage", ""),
-}
 
 
 @dataclass(frozen=True)
@@ -47,37 +39,17 @@ class Finding:
         return self.asked and bool(self.reasons)
 
 
-def add_command(commands: Any) -> None:
-    """Add `build-kernels` and `doctor` to the subcommands of an argparse parser."""
-    parser = commands.add_parser(
-        "build-kernels",
-        help="compile the CUDA kernels",
-        description="Compile the CUDA kernels by nvcc, for A100, H100 and later GPUs, into the user's cache, unless they "
-        "are there already. No GPU is needed.",
-    )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="directory for them (default: the user's cache)")
-    parser.set_defaults(run=_build)
-    parser = commands.add_parser(
-        "doctor",
-        help="say which kernels run here, and why others don't",
-        description="Say for each kernel whether it runs on this host, or why it doesn't and what to do. The "
-        "exit code is 1 if a kernel that the configuration turns on can't run.",
-    )
-    parser.add_argument("--config", metavar="FILE", help="the configuration that a training will have")
-    for name, (what, key) in _COUNTS.items():
-        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{what} (default: {key}this host's GPUs)")
-    parser.set_defaults(run=_diagnose)
-
-
-def _build(options: argparse.Namespace) -> int:
+def build_kernels(options: argparse.Namespace) -> int:
+    """Run `p3d build-kernels`. Raises KernelError where they can't be compiled or loaded."""
     path = build(options.out)
     open_library(path)  # raises now if it can't be loaded
     print(path)
     return 0
 
 
-def _diagnose(options: argparse.Namespace) -> int:
-    for name in _COUNTS:
+def diagnose(options: argparse.Namespace) -> int:
+    """Run `p3d doctor`; return 1 if a kernel that the configuration turns on can't run."""
+    for name in ("tensor_parallel", "stages", "replicas"):
         number = getattr(options, name)
         if number is not None and number < 1:
             raise ConfigError(f"--{name} is {number}; give a whole number >= 1")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,17 +25,15 @@ from parallel3d.planner.calibrate.calibration import Calibration, calibrate, rea
 from parallel3d.planner.calibrate.runs import RunPredictor, compare, print_comparison
 from parallel3d.planner.cluster.cluster import Cluster
 from parallel3d.planner.cluster.file import default_path, load_cluster
-from parallel3d.planner.report import write_report
-from parallel3d.planner.search.model import MODELS, load_model
+from parallel3d.planner.formats import duration, memory
+from parallel3d.planner.report import differences, write_report
+from parallel3d.planner.report.scripts import SCRIPTS, commands, launch_scripts
+from parallel3d.planner.search.model import load_model
 from parallel3d.planner.search.plan import Planner, Question
-from parallel3d.planner.search.result import PlanResult, Prediction
+from parallel3d.planner.search.presets import PRESETS
+from parallel3d.planner.search.result import FULL, PlanResult, Prediction
 
 _GIB = 2**30
-_HALVES = (
-    "half: stages may end between attention and feed-forward. config.json counts half blocks: build the layers with "
-    'units="half", an argument of models.decoder and models.from_hf'
-)
-
 # What is offloaded where nothing fits, one after the other: the fastest first. The user's own keys come before these.
 _CPU, _NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/local_nvme"}
 _OFFLOADS: Mapping[str, Mapping[str, Any]] = {
@@ -47,71 +45,25 @@ _OFFLOADS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def add_command(commands: Any) -> None:
-    """Add `plan` to the subcommands of an argparse parser."""
-    parser = commands.add_parser(
-        "plan",
-        help="find the best layout of a model on a cluster",
-        description="Rank the layouts in which a model can be trained on a cluster, by the step time predicted from the "
-        "program that would run; no GPU is needed. Writes a configuration to run, where each rank goes, and a report.",
-    )
-    parser.set_defaults(run=_run)
-    option = parser.add_argument
-    option(
-        "--model",
-        metavar="MODEL",
-        help="a Hugging Face directory or a name in the hub's local cache; script.py:FUNCTION, as for p3d check; or one of "
-        + ", ".join(MODELS),
-    )
-    option(
-        "--cluster",
-        metavar="CLUSTER",
-        help='a YAML file, or hosts and GPUs such as "8xH100" and "128x8xH100" (default: the host as --measure found it)',
-    )
-    option("--global-batch", type=int, metavar="N", help="samples of a step, over all ranks")
-    option("--seq", type=int, metavar="N", help="tokens of a sample (default: the most that the model takes)")
-    option("--config", metavar="FILE", help="configuration of every layout: precision, optimizer, ...")
-    option("--top", type=int, default=5, metavar="N", help="layouts to list (default: 5)")
-    option(
-        "--auto",
-        action="store_true",
-        help='plan schedule "auto" for all listed layouts, however long that takes; for the best one it is planned anyway if '
-        "its pipeline is short",
-    )
-    option("--explain", metavar="LAYOUT", help='compare one layout, such as "pp4,dp2", with the winner')
-    option("--out", type=Path, default="plan", metavar="DIR", help="directory of the output (default: plan)")
-    option(
-        "--measure",
-        nargs="?",
-        const="",
-        metavar="FILE",
-        help="first measure this host's GPUs and links, store them in FILE and plan for them, with the model's layers measured "
-        "on one GPU; without --model, only measure",
-    )
-    runs: dict[str, Any] = {"nargs": "+", "default": [], "metavar": "RUN"}
-    option("--calibrate", **runs, help="correct the predictions by these recorded runs")
-    option("--compare", **runs, help="print predicted and measured values of these runs, and end")
-    option("--calibration", metavar="FILE", help="corrections that an earlier --calibrate wrote")
-
-
 @rare_collections()
-def _run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Plan, or measure or compare alone; return 1 if nothing fits."""
     console = Console()
     console = console if console.is_terminal else Console(width=140)
+    if not 0.0 <= options.reserve < 1.0:
+        raise ConfigError(
+            f"--reserve is {options.reserve:.0%}; give a share of each device's memory, 0% to less than 100%"
+        )
     cluster = _cluster(options)
     if options.model is None:
         if options.measure is None:
             raise ConfigError(
-                f"give --model: a Hugging Face directory, script.py:FUNCTION or one of {', '.join(MODELS)}"
+                f"give --model: a Hugging Face directory, script.py:FUNCTION or one of {', '.join(PRESETS)}"
             )
         return 0
     if cluster is None:
         raise ConfigError('give --cluster, such as "8xH100" or a YAML file, or --measure for this host')
-    if options.calibrate or not options.compare:
-        _make_writable(options.out)
-    if not options.compare:
-        _check_replaced(options.out)
+    _check_output(options)
     model = load_model(options.model, options.seq, options.config)
     predictor = RunPredictor(model, cluster)
     calibration = _calibration(options, predictor)
@@ -140,6 +92,8 @@ def _run(options: argparse.Namespace) -> int:
         question = replace(planner.question, num_best=1, fixed=fixed, every_auto=False)
         explain(result, Planner(question, planner).answer(), console)
     print("written: " + ", ".join(map(str, _write(result, options.out))))
+    for command in commands(result, options.out):
+        print(f"run: {command}")
     return 0 if result.best else 1
 
 
@@ -178,8 +132,11 @@ def _show_offload(prediction: Prediction, cluster: Cluster) -> None:
         )
 
 
-def _make_writable(directory: Path) -> None:
-    """Make the directory of the output. Raises ConfigError if nothing can be written there."""
+def _check_output(options: argparse.Namespace) -> None:
+    """Make the directory of the output. Raises ConfigError if nothing can be written there, or a file would be lost."""
+    directory: Path = options.out
+    if options.compare and not options.calibrate:
+        return
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=directory):
@@ -188,6 +145,8 @@ def _make_writable(directory: Path) -> None:
         raise ConfigError(
             f"--out is {directory}, where nothing can be written ({error.strerror}); give another directory"
         ) from error
+    if not options.compare:
+        _check_replaced(directory)
 
 
 def _check_replaced(directory: Path) -> None:
@@ -200,7 +159,8 @@ def _check_replaced(directory: Path) -> None:
     plan, config = read("plan.json"), directory / "config.json"
     names = [config.name] if config.exists() else []
     if not isinstance(plan, dict) or not {"config", "best"} <= plan.keys():
-        names = [name for name in ("plan.json", "plan.html", config.name, "ranks.json") if (directory / name).exists()]
+        written = "plan.json", "plan.html", config.name, "ranks.json", *SCRIPTS
+        names = [name for name in written if (directory / name).exists()]
     elif plan["config"] == read(config.name):
         return
     if names:
@@ -212,14 +172,16 @@ def _check_replaced(directory: Path) -> None:
 def _write(result: PlanResult, directory: Path) -> list[Path]:
     """Write the report and, where a layout fits, its configuration and places; an earlier plan's are replaced or removed."""
     contents = {"config.json": result.config, "ranks.json": [place.model_dump() for place in result.map]}
+    texts = {name: json.dumps(content, indent=2) + "\n" for name, content in contents.items()}
+    scripts = launch_scripts(result, str(directory.resolve() / "config.json"))
     try:
         written = [*write_report(result, directory)]
-        for name, content in contents.items():
-            if result.best:
-                write_whole(directory / name, json.dumps(content, indent=2) + "\n")
-                written.append(directory / name)
-            else:
-                (directory / name).unlink(missing_ok=True)
+        for name in (*texts, *SCRIPTS):
+            (directory / name).unlink(missing_ok=True)
+        for name, text in (texts | scripts).items() if result.best else ():
+            write_whole(directory / name, text)
+            (directory / name).chmod(0o755 if name in scripts else 0o644)
+            written.append(directory / name)
     except OSError as error:
         raise ConfigError(
             f"{directory} can't be written to ({error.strerror}); give --out another directory"
@@ -228,18 +190,25 @@ def _write(result: PlanResult, directory: Path) -> list[Path]:
 
 
 def _cluster(options: argparse.Namespace) -> Cluster | None:
-    """Return the cluster asked for, else this host as it was measured; None if it never was."""
+    """Return the cluster asked for, else this host as it was measured, less what is reserved; None if it never was."""
+    if not 0.0 <= options.reserve < 1.0:
+        raise ConfigError(
+            f"--reserve is {options.reserve:.0%}; give a share of each device's memory, 0% to less than 100%"
+        )
     if options.cluster is not None:
         if options.measure is not None:
             raise ConfigError("--measure plans for this host and --cluster for another; give one of them")
-        return load_cluster(options.cluster)
-    if options.measure is not None:
+        source = options.cluster
+    elif options.measure is not None:
         from parallel3d.planner.calibrate.measure import measure_cluster  # it imports all that trains
 
-        path = measure_cluster(options.measure or None)
-        print(f"measured: {path}")
-        return load_cluster(path)
-    return load_cluster(default_path()) if default_path().exists() else None
+        source = measure_cluster(options.measure or None)
+        print(f"measured: {source}")
+    elif default_path().exists():
+        source = default_path()
+    else:
+        return None
+    return load_cluster(source).with_reserve(options.reserve)
 
 
 def _calibration(options: argparse.Namespace, predictor: RunPredictor) -> Calibration:
@@ -270,14 +239,26 @@ def show(result: PlanResult, console: Console) -> None:
     if not result.best:
         console.print(f"{title}\n{result.remedy}", highlight=False, markup=False, soft_wrap=True)
         return
-    table = _table(title, "layout", "s/step", "90% interval", "tokens/s", "MFU", "bubble", "links", "GiB")
+    table = _table(title, "layout", "s/step", "90% interval", "tokens/s", "MFU", "bubble", "links", "memory")
     for p in result.best:
         seconds, interval, tokens = f"{p.seconds:.3f}", f"{p.low:.2f}-{p.high:.2f}", f"{p.tokens_per_second:,.0f}"
-        links, peak = f"{p.exposed_communication * 1e3:.1f} ms", f"{p.peak / _GIB:.1f}"
+        links, peak = duration(p.exposed_communication), memory(p.peak)
         table.add_row(p.layout, seconds, interval, tokens, f"{p.mfu:.1%}", f"{p.bubble:.1%}", links, peak)
     console.print(table)
-    if result.best[0].units == "half":
-        console.print(_HALVES, highlight=False, markup=False, soft_wrap=True)
+    for line in remarks(result):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def remarks(result: PlanResult) -> Iterator[str]:
+    """Yield what the ranking leaves uncertain: intervals that overlap, and memory that is nearly full."""
+    winner, *others = result.best
+    if alike := sum(other.low <= winner.high for other in others):
+        yield f"the 90% intervals of the first and {alike} of {len(others)} others overlap: measure those that matter to you"
+    for p in result.best:
+        if (share := p.fullest * (1.0 - result.reserve)) > FULL:
+            yield f"{p.layout} takes {share:.0%} of a rank's memory: a little more than predicted, and it fails"
+    if winner.units == "half":
+        yield "half: config.json counts attention and feed-forward as layers; models.from_hf(..., config=config) builds them so"
 
 
 def explain(result: PlanResult, explained: PlanResult, console: Console) -> None:
@@ -288,10 +269,6 @@ def explain(result: PlanResult, explained: PlanResult, console: Console) -> None
         return
     winner, other = result.best[0], explained.best[0]
     table = _table(f"{other.layout} compared with {winner.layout}", "", "this", "winner", "difference")
-    lines = [("step", other.seconds, winner.seconds)]
-    lines += [(name, other.breakdown[name], winner.breakdown[name]) for name in other.breakdown]
-    for name, mine, its in lines:
-        table.add_row(name, f"{mine * 1e3:,.1f} ms", f"{its * 1e3:,.1f} ms", f"{(mine - its) * 1e3:+,.1f} ms")
-    peaks = other.peak / _GIB, winner.peak / _GIB
-    table.add_row("peak memory", *(f"{peak:.1f} GiB" for peak in peaks), f"{peaks[0] - peaks[1]:+.1f} GiB")
+    for row in differences(other, winner):
+        table.add_row(*row)
     console.print(table)

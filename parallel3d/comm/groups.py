@@ -58,6 +58,10 @@ class ProcessGroups:
         """Return how many bytes of this process's device are counted by `count_mapped`."""
         return sum(memory.numel() for memory in self._mapped)
 
+    def __deepcopy__(self, memo: object) -> ProcessGroups:
+        """Return these groups: a copy of a model communicates with the same ranks."""
+        return self
+
     @property
     def backend(self) -> str:
         """Name of the backend: 'nccl' or 'gloo'."""

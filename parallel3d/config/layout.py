@@ -182,6 +182,8 @@ def configuration(
             section, _, last = key.rpartition(".")
             own = {last: getattr(layout, name)}
             config |= {section: {**given_section(config, section), **own}} if section else own
+    if layout.units is not None or "units" in given_section(base, "pipeline"):
+        config["pipeline"]["units"] = layout.units or "block"
     if bounds is not None:
         config["pipeline"]["partition"] = list(bounds)
     if live is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import reprlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,13 +35,15 @@ def load(source: Source, auto: Mapping[str, Any] | None = None, known: Mapping[s
     - known: further values by dotted key, for those that are still "auto". scheduler.params.warmup_max_lr falls back to the
       optimizer's lr.
 
-    Raises ConfigError that lists all problems. Warns about the known keys that are left out.
+    Raises ConfigError that lists all problems. Warns about the known keys that are left out, or raises if `strict`.
     """
     if isinstance(source, Config):
         if auto:
             raise ConfigError(f'auto gives {", ".join(auto)}, but a Config has no "auto" left; drop one of the two')
         return source
     reading = read(source, auto, known)
+    if reading.config.strict and reading.warnings:
+        raise ConfigError(f"{reading.name}: strict is true, and {'; '.join(reading.warnings)}")
     for line in reading.warnings:
         warnings.warn(f"{reading.name}: {line}", stacklevel=2)
     return reading.config
@@ -65,7 +68,8 @@ def read(
             f'auto is {auto!r}; give a mapping of the keys that are "auto" to values, such as {{"optimizer.params.lr": 1e-4}}'
         )
     bounded(auto or {}, "auto")
-    reading = Reading(name, {key: value for key, value in given.items() if not sections or key in sections})
+    read_keys = set(sections or given) - {"$schema"}  # which is for editors
+    reading = Reading(name, {key: value for key, value in given.items() if key in read_keys})
     reading.check(_fill(reading, auto or {}, known or {}))
     return reading
 
@@ -76,7 +80,7 @@ def read_source(source: object) -> tuple[str, Mapping[str, Any]]:
         return "configuration", bounded(source or {}, "configuration")
     if isinstance(source, str) and (mapping := decode(source)) is not None:
         return "configuration in base64", mapping
-    if isinstance(source, (str, Path)):
+    if isinstance(source, (str, os.PathLike)):
         return str(source), read_mapping(Path(source))
     raise ConfigError(f"a configuration is a path or a mapping, not {type(source).__name__}; give one of the two")
 

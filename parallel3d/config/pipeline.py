@@ -84,6 +84,7 @@ class PipelineConfig(Section):
         "true or false: whether stages of one host send by copies into each other's memory, else by NCCL",
     )
     shapes: Literal["static", "dynamic"] = own_key("static", '"static" or "dynamic"')
+    units: Literal["block", "half"] = own_key("block", '"block" or "half", see the units of models.from_hf')
     seed_layers: bool | None = key(None, "true or false")
 
     @model_validator(mode="after")
@@ -110,6 +111,11 @@ class TensorParallelConfig(Section):
     unset_by_auto = frozenset({"size"})
 
     size: Positive | None = own_key(None, "a whole number of ranks >= 1")
+    autotp_size: NonNegative = key(
+        0,
+        "a whole number of ranks >= 0 over which a model of transformers is sharded; 0 or 1: not",
+        differs="by the plan of the model's config; train_batch_size counts the samples of all ranks, as in DeepSpeed",
+    )
     sequence_parallel: bool = own_key(False, "true or false")
     peer_copies: bool = own_key(
         False,

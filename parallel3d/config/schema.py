@@ -7,6 +7,13 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from parallel3d.config.monitors import (
+    CometConfig,
+    CsvMonitorConfig,
+    FlopsProfilerConfig,
+    TensorboardConfig,
+    WandbConfig,
+)
 from parallel3d.config.pipeline import PipelineConfig, TensorParallelConfig
 from parallel3d.config.section import (
     Dtype,
@@ -64,6 +71,9 @@ class Bf16Config(Section):
     known_keys = keys_of("bf16")
 
     enabled: bool = False
+    auto_cast: bool = own_key(
+        True, "true or false: floating-point inputs are cast to bf16; false leaves them as they are, as DeepSpeed does"
+    )
     check_grad_overflow: bool = key(
         False,
         "true or false",
@@ -304,6 +314,7 @@ class Config(Section):
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(_lower, json_schema_input_type=str)] = key(
         "mean", '"mean" over the replicas, or "sum"'
     )
+    strict: bool = own_key(False, "true or false: whether a key that is left out is an error and not a warning")
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
     fp16: Fp16Config = Fp16Config()
@@ -350,9 +361,19 @@ class Config(Section):
     steps_per_print: Annotated[Positive | None, BeforeValidator(_none_for_never)] = key(
         10, "a whole number of steps >= 1, or null or infinity to print nothing"
     )
+    tensorboard: TensorboardConfig = TensorboardConfig()
+    csv_monitor: CsvMonitorConfig = CsvMonitorConfig()
+    wandb: WandbConfig = WandbConfig()
+    comet: CometConfig = CometConfig()
+    flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
     wall_clock_breakdown: bool = False
     memory_breakdown: bool = False
     dump_state: bool = False
+
+    @property
+    def monitor_config(self) -> Config:
+        """This configuration, by the name with which DeepSpeed's scripts give it to MonitorMaster."""
+        return self
 
     @model_validator(mode="after")
     def _fixed_batch(self) -> Config:

@@ -111,11 +111,21 @@ def _read_cpu_offload(value: object) -> object:
     return {"device": "cpu" if value else "none"} if isinstance(value, bool) else value
 
 
+# Keys of stage 3 that DeepSpeed also takes without "stage3_".
+_OF_STAGE_3 = """max_live_parameters max_reuse_distance prefetch_bucket_size param_persistence_threshold
+module_granularity_threshold gather_16bit_weights_on_model_save model_persistence_threshold use_all_reduce_for_fetch_params
+allgather_sequential""".split()
+
+
 class ZeroConfig(Section):
     """Partitioning over the data-parallel ranks, and the buckets of gradients."""
 
     known_keys = keys_of("zero_optimization")
-    renamed: ClassVar[Mapping[str, str]] = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
+    renamed: ClassVar[Mapping[str, str]] = {
+        "cpu_offload": "offload_optimizer",
+        "cpu_offload_param": "offload_param",
+        **{name: f"stage3_{name}" for name in _OF_STAGE_3},
+    }
     unset_by_auto = frozenset({"reduce_bucket_size", "allgather_bucket_size", "stage3_param_persistence_threshold"})
 
     stage: NonNegative = key(0, "0, 1, 2 or 3", le=3)

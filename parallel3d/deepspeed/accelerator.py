@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 import os
-from functools import cache
-from types import ModuleType
+from functools import cache, partial
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from parallel3d.comm.environment import is_initialized, local_device
+from parallel3d.monitor.memory import memory_in_use
+
+
+def _host_bytes(kind: str, device_index: int | None = None) -> int:
+    return memory_in_use(torch.device("cpu"))[kind]
+
+
+def _do_nothing(*_: object, **__: object) -> None:
+    pass
+
+
+# What torch.cuda has and torch.cpu lacks: memory is that of the process; there is neither a cache nor a profiler of ranges.
+_RESIDENT, _PEAK = partial(_host_bytes, "resident"), partial(_host_bytes, "peak")
+_ON_THE_HOST = SimpleNamespace(
+    **dict.fromkeys(("memory_allocated", "memory_reserved", "memory_cached"), _RESIDENT),
+    **dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "max_memory_cached"), _PEAK),
+    **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"), _do_nothing),
+    **dict.fromkeys(("empty_cache", "range_push", "range_pop"), _do_nothing),
+)
 
 
 class Accelerator:
@@ -29,7 +49,11 @@ class Accelerator:
         return torch.cuda if self._type == "cuda" else torch.cpu
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+        # torch itself has the CPU's generator and types of tensors.
+        for place in (self._module, torch.cuda.nvtx) if self._type == "cuda" else (self._module, _ON_THE_HOST, torch):
+            if hasattr(place, name):
+                return getattr(place, name)
+        raise AttributeError(f"the accelerator {self._type} has no {name!r}")
 
     def device_name(self, device_index: int | None = None) -> str:
         """Return "cuda", or "cuda:1" for an index; always "cpu" on the CPU."""
@@ -47,6 +71,26 @@ class Accelerator:
         """Return the number of devices of this host; on the CPU that of the launcher's processes on it."""
         local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
         return torch.cuda.device_count() if self._type == "cuda" else int(local)
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Return the bytes of the device's memory; on the CPU the host's."""
+        if self._type == "cpu":
+            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return torch.cuda.get_device_properties(device_index).total_memory
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Return the bytes of the device's memory that are free; on the CPU the host's."""
+        if self._type == "cpu":
+            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return torch.cuda.mem_get_info(device_index)[0]
+
+    def pin_memory(self, tensor: Tensor) -> Tensor:
+        """Return a copy in pinned memory; on the CPU the tensor itself."""
+        return tensor if self._type == "cpu" else tensor.pin_memory()
+
+    def on_accelerator(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is on such a device."""
+        return tensor.device.type == self._type
 
     def manual_seed_all(self, seed: int) -> None:
         """Seed torch's generators on all devices."""

@@ -15,19 +15,18 @@ from parallel3d.activity import Phase
 from parallel3d.checkpoint.export import SINGLE
 from parallel3d.comm.environment import get_local_rank
 from parallel3d.comm.groups import PipelineParallelGrid
-from parallel3d.engine.engine import Engine
+from parallel3d.deepspeed.outputs import WritingEngine
 from parallel3d.engine.state import Location
 from parallel3d.engine.step import evaluating
 from parallel3d.errors import ConfigError
 from parallel3d.models.generation import generate
-from parallel3d.models.huggingface.export import whole_state_dict
+from parallel3d.models.huggingface.export import whole_module_state, whole_state_dict
 from parallel3d.models.huggingface.pipeline import HuggingFacePipeline
 from parallel3d.pipe.batch import make_loader
 from parallel3d.pipe.data import RepeatingLoader
-from parallel3d.zero.gathered import GatheredParameters
 
 
-class DeepSpeedEngine(Engine):
+class DeepSpeedEngine(WritingEngine):
     """The engine that `initialize` returns, with DeepSpeed's accessors of configuration, ranks and progress."""
 
     # Configuration
@@ -79,14 +78,8 @@ class DeepSpeedEngine(Engine):
                 self.pipeline_module, dataset, replace(self.data.sizes, micro_batch_size=size), self.config, collate_fn
             )
         pins = pin_memory and self.device.type == "cuda"
-        return DataLoader(
-            dataset,
-            size,
-            sampler=data_sampler,
-            collate_fn=collate_fn,
-            pin_memory=pins,
-            num_workers=num_local_io_workers or 0,
-        )
+        options: dict[str, Any] = {"sampler": data_sampler, "collate_fn": collate_fn, "pin_memory": pins}
+        return DataLoader(dataset, size, num_workers=num_local_io_workers or 0, **options)
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """Take micro-batches from `iterator` when train_batch gets none."""
@@ -275,10 +268,10 @@ class DeepSpeedEngine(Engine):
     def save_16bit_model(
         self, save_dir: Location, save_filename: str = SINGLE, exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Save the weights that the layers compute with, in their dtype, as one safetensors file; return True.
+        """Save the weights that the layers compute with, in their dtype, as one file; return True.
 
-        The tensors have the names that the model gives them. Collective. Raises CheckpointError on all ranks, also for a
-        filename of a pickle, such as DeepSpeed's "pytorch_model.bin".
+        It is a safetensors file, or one for torch.load if save_filename ends otherwise, as in "pytorch_model.bin". Tensors have
+        the names that the model gives them. Collective. Raises CheckpointError on all ranks.
         """
         return self.checkpoints.save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
 
@@ -366,23 +359,12 @@ class DeepSpeedEngine(Engine):
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Return the module's state_dict with whole weights in their dtype, in host memory, on rank 0; None on the others.
 
-        Weights are gathered module by module; a model in several stages must have layers of `from_hf`, and its weights get
-        Hugging Face's names. Collective. Raises CheckpointError for other layers.
+        A model in several stages must have layers of `from_hf`, and its weights get Hugging Face's names. Collective. Raises
+        CheckpointError for other layers.
         """
         if isinstance(self.module, HuggingFacePipeline) or self.pipeline_module.num_stages > 1:
             return whole_state_dict(self.pipeline_module, exclude_frozen_parameters)
-        state: dict[str, Tensor] = {}
-        for path, module in self.module.named_modules():
-            with GatheredParameters(module.parameters(recurse=False)):
-                own: dict[str, Tensor] = {}
-                if self.global_rank == 0:
-                    module._save_to_state_dict(own, f"{path}." if path else "", keep_vars=False)
-                state |= {name: tensor.cpu().clone() for name, tensor in own.items()}
-        if exclude_frozen_parameters:
-            for name, parameter in self.module.named_parameters():
-                if not parameter.requires_grad:
-                    state.pop(name, None)
-        return state if self.global_rank == 0 else None
+        return whole_module_state(self.module, self.process_groups, exclude_frozen_parameters)
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 

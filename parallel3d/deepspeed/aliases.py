@@ -15,14 +15,16 @@ from typing import Any
 VERSION = "0.19.8+parallel3d"
 _NAME = "deepspeed"
 # Modules whose names are all in deepspeed.names.
-_SMALL = """checkpoint checkpoint.utils git_version_info moe moe.layer moe.utils ops.op_builder runtime.bf16_optimizer
-runtime.checkpoint_engine runtime.checkpoint_engine.torch_checkpoint_engine runtime.config runtime.fp16
+_SMALL = """checkpoint checkpoint.utils git_version_info moe moe.layer moe.utils ops.aio ops.op_builder runtime.bf16_optimizer
+runtime.checkpoint_engine runtime.checkpoint_engine.torch_checkpoint_engine runtime.config runtime.config_utils runtime.fp16
 runtime.fp16.fused_optimizer runtime.fp16.unfused_optimizer runtime.hybrid_engine runtime.precision_config
 runtime.sequence_parallel runtime.sequence_parallel.ulysses_sp runtime.zero.config runtime.zero.stage3
-runtime.zero.stage_1_and_2 sequence sequence.layer utils.groups utils.torch"""
+runtime.zero.stage_1_and_2 runtime.zero.utils sequence sequence.layer utils.groups utils.torch"""
 # DeepSpeed's modules whose names are elsewhere in this package.
-_ELSEWHERE = dict.fromkeys(_SMALL.split(), "deepspeed.names") | {
+ELSEWHERE = dict.fromkeys(_SMALL.split(), "deepspeed.names") | {
     "launcher.multinode_runner": "deepspeed.names",
+    "monitor.monitor": "monitor.writers",
+    "profiling.flops_profiler.profiler": "deepspeed.profiling.flops_profiler",
     "runtime.activation_checkpointing": "deepspeed",
     "runtime.activation_checkpointing.checkpointing": "deepspeed.checkpointing",
     "runtime.dataloader": "pipe.data",
@@ -30,37 +32,40 @@ _ELSEWHERE = dict.fromkeys(_SMALL.split(), "deepspeed.names") | {
     "runtime.pipe": "pipe",
     "runtime.pipe.engine": "deepspeed.accessors",
     "runtime.pipe.module": "pipe",
+    "runtime.pipe.schedule": "deepspeed.schedules",
     "runtime.pipe.topology": "deepspeed.topology",
     "utils.numa": "launcher.hosts",
 }
 
 
-class _Alias(Loader):
+class Alias(Loader):
     """Loads a module of this package under another name: both names are the same module."""
 
     def __init__(self, module: ModuleType):
         self._module, self._spec = module, module.__spec__
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the module."""
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
+        """Run nothing: the module has been."""
         module.__spec__ = self._spec  # importing has set that of the alias
 
 
 class _Finder(MetaPathFinder):
-    """Finds deepspeed.X where _ELSEWHERE says, else as parallel3d.deepspeed.X, else as parallel3d.X."""
+    """Finds deepspeed.X where ELSEWHERE says, else as parallel3d.deepspeed.X, else as parallel3d.X."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         top, _, rest = fullname.removeprefix("parallel3d.").partition(".")
-        if top != _NAME or (fullname.startswith("parallel3d.") and rest not in _ELSEWHERE):
+        if top != _NAME or (fullname.startswith("parallel3d.") and rest not in ELSEWHERE):
             return None
-        places = [_ELSEWHERE[rest]] if rest in _ELSEWHERE else [f"deepspeed.{rest}", rest]
+        places = [ELSEWHERE[rest]] if rest in ELSEWHERE else [f"deepspeed.{rest}", rest]
         for name in (f"parallel3d.{place}" for place in places):
             try:
-                return spec_from_loader(fullname, _Alias(import_module(name)), is_package=True)
+                return spec_from_loader(fullname, Alias(import_module(name)), is_package=True)
             except ModuleNotFoundError as error:
                 if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                     raise  # the module is there, and lacks another one

@@ -5,8 +5,9 @@ A name without a counterpart can be imported: no object is an instance of it, an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_map_only
 
 from parallel3d.comm.environment import get_world_size
-from parallel3d.config import Config, batch_sizes, load
+from parallel3d.config import Bf16Config, Config, Fp16Config, batch_sizes, load
+from parallel3d.config.section import Section
 from parallel3d.config.zero import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 from parallel3d.errors import ConfigError
 
@@ -23,7 +25,9 @@ ADAM_OPTIMIZER = "adam"
 DeepSpeedZeroConfig = ZeroConfig
 DeepSpeedZeroOffloadOptimizerConfig = OffloadOptimizerConfig
 DeepSpeedZeroOffloadParamConfig = OffloadParamConfig
-DeepSpeedConfigError = ConfigError
+DeepSpeedFP16Config, DeepSpeedBF16Config = Fp16Config, Bf16Config
+DeepSpeedConfigModel, DeepSpeedConfigError = Section, ConfigError
+ZeRORuntimeException = ConfigError
 
 torch_info = {
     "version": ".".join(torch.__version__.split(".")[:2]),
@@ -39,6 +43,9 @@ _NO_ENGINE = (
 )
 _NO_SEQUENCES = "attention is not sharded along the sequence; tensor_parallel.sequence_parallel shards the norms"
 _NO_FILES = "checkpoints are safetensors files; read them by `p3d ckpt`, or by engine.load_checkpoint"
+_NO_ESTIMATE = (
+    "`p3d plan` predicts the memory of a model in each layout, and engine.reports.memory_report() measures it"
+)
 _NO_BUILDER = "kernels are PyTorch's, or this package's own, which `p3d kernels build` compiles"
 _NO_COUNTERPART = {
     "MoE": _NO_EXPERTS,
@@ -48,9 +55,20 @@ _NO_COUNTERPART = {
     **dict.fromkeys(("UlyssesSPAttentionHF", "UlyssesSPDataLoaderAdapter", "DistributedAttention"), _NO_SEQUENCES),
     **dict.fromkeys((f"_get_sequence_parallel_{what}" for what in ("group", "rank", "world_size")), _NO_SEQUENCES),
     **dict.fromkeys(("TorchCheckpointEngine", "get_model_ckpt_name_for_rank"), _NO_FILES),
+    **{
+        f"estimate_zero{stage}_model_states_mem_needs{what}": _NO_ESTIMATE
+        for stage in (2, 3)
+        for what in ("", "_all_live", "_all_cold")
+    },
     "MultiNodeRunner": "the command deepspeed itself starts the nodes, by ssh or with --no_ssh on each",
 }
-_BUILDERS = {"CPUAdam": "cpu_adam", "FusedAdam": "fused_adam", "FusedLamb": "fused_lamb", "Utils": "utils"}
+_BUILDERS = {
+    "CPUAdam": "cpu_adam",
+    "FusedAdam": "fused_adam",
+    "FusedLamb": "fused_lamb",
+    "Utils": "utils",
+    "AsyncIO": "async_io",
+}
 
 
 def _absent(name: str, remedy: str, **attributes: str) -> type:
@@ -85,6 +103,17 @@ def split_params_into_different_moe_groups_for_optimizer(
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
     """Return a copy of nested containers whose tensors own their memory, so that torch.save writes no more than them."""
     return tree_map_only(torch.Tensor, lambda t: t.detach().clone().to(device), item)
+
+
+def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, which on CUDA runs in a range of NVTX with its name, for profilers."""
+
+    @wraps(func)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.cuda.nvtx.range(func.__qualname__) if torch.cuda.is_available() else nullcontext():
+            return func(*args, **kwargs)
+
+    return run
 
 
 @contextmanager

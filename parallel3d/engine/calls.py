@@ -132,11 +132,7 @@ class StepByCalls:
 
         Raises ConfigError for a module that is split over stages or chunks.
         """
-        if len(self._model.placement) > 1:
-            raise ConfigError(
-                f"the model is cut into {len(self._model.placement)} chunks, which only engine.train_batch(data_iter) and "
-                "engine.eval_batch(data_iter) can run; use these, or build one stage of one chunk for engine(...)"
-            )
+        self.check_whole()
         self._model.wait_for_weights(self._model)
         args, kwargs = self._precision.cast((args, kwargs))
         with self._recording(Op.FORWARD), self._precision.autocasting(self._model.device):
@@ -144,6 +140,15 @@ class StepByCalls:
                 return self._model(*args, **kwargs, enter=enter)
             enter(0)
             return self._module(*args, **kwargs)
+
+    def check_whole(self) -> None:
+        """Raise ConfigError for a module that is split over stages or chunks."""
+        if len(self._model.placement) > 1:
+            raise ConfigError(
+                f"the model is cut into {len(self._model.placement)} chunks, which only engine.train_batch(data_iter) and "
+                "engine.eval_batch(data_iter) can run; use these, or build one stage of one chunk for engine(...), "
+                "engine.backward and engine.step"
+            )
 
     def _recording(self, op: Op) -> AbstractContextManager[None]:
         return (self._progress.record or no_record)(Instruction(op, 0, self._progress.num_backwards))

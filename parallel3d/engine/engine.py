@@ -156,6 +156,7 @@ class Engine:
             self.progress.restart()
             self.reports.monitor.begin(self.progress.global_steps + 1, self.progress.global_samples)
             loaded = self.data.next(data_iter if data_iter is not None else self.data.iterator, most)
+            self.data.warn_of_sizes(loaded[0], len(loaded[1]))
             self.pipeline_module.train()
             self.update.reducer.start_step()
             batch, result = self._runner.run(loaded, training=True)
@@ -278,6 +279,7 @@ class Engine:
         Raises ExecutionError when the step's gradients are already reduced.
         """
         with self._attributing(Phase.CALL):
+            self._calls.check_whole()
             self._begin_calls()
             weight = 1.0 / ((self.data.sizes.num_micro_batches if scale_wrt_gas else 1) * self.process_groups.data.size)
             with self._runner.attending():  # for recomputed layers
@@ -293,6 +295,7 @@ class Engine:
         metric is missing; PrecisionError.
         """
         with self._attributing(Phase.CALL):
+            self._calls.check_whole()
             boundary = self.is_gradient_accumulation_boundary()
             if boundary:
                 check_metrics(self.lr_scheduler, lr_kwargs or {})
@@ -341,7 +344,7 @@ class Engine:
         - exclude_frozen_parameters: leave out parameters that are not trained.
 
         With checkpoint.async_save it returns when the state is copied. Collective over all ranks. Raises CheckpointError on
-        all ranks, with checkpoint.async_save also when the save before has failed.
+        all ranks, with checkpoint.async_save also when the save before has failed; ConfigError for an empty save_dir.
         """
         self.checkpoints.save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters, self.lr_scheduler)
         return True

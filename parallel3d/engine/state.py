@@ -25,7 +25,7 @@ from parallel3d.comm.coordination import CollectiveDecision
 from parallel3d.config import CheckpointConfig
 from parallel3d.engine.calls import StepProgress
 from parallel3d.engine.update import WeightUpdate
-from parallel3d.errors import CheckpointError
+from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.parameters import persistent_buffers, slicing_of
 from parallel3d.pipe.batch import TrainingData
 from parallel3d.pipe.module import PipelineModule, tied_copies
@@ -67,11 +67,17 @@ class Checkpoints:
         scheduler: Any,
     ) -> None:
         """Save a checkpoint; see Engine.save_checkpoint. scheduler: the learning-rate schedule, or None."""
+        if not save_dir:
+            raise ConfigError(f"save_dir is {save_dir!r}; give a directory")
         name = f"global_step{self._progress.global_steps}" if tag is None else str(tag)
 
         def collect() -> tuple[list[Part], Json]:
-            if done := self._progress.num_backwards:
-                raise CheckpointError(f"{done} micro-batches of a step are done; save after engine.step() of its last")
+            if (done := self._progress.num_backwards) and self._groups.rank == 0:
+                warnings.warn(
+                    f"{done} micro-batches of a step are done, whose gradients a checkpoint doesn't hold; save after "
+                    "engine.step() of its last to keep what they give",
+                    stacklevel=7,
+                )
             parts, optimizer = _parts_of_engine(self._model, self._update, exclude_frozen_parameters)
             tensors: dict[str, Tensor] = {}
             own = {"optimizer": optimizer, "rank": encode(self._own_state(), f"rank{self._groups.rank}", tensors)}
@@ -89,18 +95,13 @@ class Checkpoints:
     def save_16bit_model(
         self, save_dir: Location, save_filename: str = SINGLE, exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Save the weights that the layers compute with, in their dtype, as one safetensors file under the model's names.
+        """Save the weights that the layers compute with, in their dtype, as one file under the model's names.
 
-        Each rank writes its part next to the file; rank 0 then reads all parts and writes the file. Raises CheckpointError
-        also for the filename of a pickle, such as DeepSpeed's "pytorch_model.bin".
+        Each rank writes its part next to the file; rank 0 then reads all parts and writes the file. Raises CheckpointError.
         """
         place = Path(save_dir)
 
         def collect() -> tuple[list[Part], Json]:
-            if not save_filename.endswith(".safetensors"):
-                raise CheckpointError(
-                    f"save_filename is {save_filename!r}, but weights are saved as safetensors; give {SINGLE!r}, for example"
-                )
             parts, _ = _parts_of_engine(self._model, self._update, exclude_frozen_parameters)
             return [part for part in parts if part.name.startswith(MODEL)], {}
 

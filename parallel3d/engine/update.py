@@ -128,6 +128,7 @@ class WeightUpdate:
             open_kernel=lambda b: open_update_kernels(optimizer, b, groups, model.device, config.kernels),
             storage=self._storage,
             host=self.host_shards,
+            partitions=self.policy.stage > 0,
         )
         self.scaler = LossScaler(precision.scaling) if precision.scaling is not None else None
         self._attach_state()
@@ -145,6 +146,9 @@ class WeightUpdate:
 
     def _attach_state(self) -> None:
         """Give parameters what DeepSpeed's safe_get and safe_set functions use, and the optimizer its names of the scaler."""
+        vars(self.optimizer)["optimizer"] = (
+            self.optimizer
+        )  # DeepSpeed's optimizer wraps the script's, which has this name
         if self.scaler is not None:
             told = {"loss_scaler": self.scaler, "loss_scale_config": self.scaler}
             vars(self.optimizer).update(told, dynamic_loss_scale=self.scaler.dynamic_loss_scale)

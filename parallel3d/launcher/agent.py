@@ -35,9 +35,7 @@ from parallel3d.comm.membership import local_job
 from parallel3d.errors import ConfigError, PeerDataError, PeerEndOfData, PeerError, printable
 from parallel3d.launcher import worker
 from parallel3d.launcher.guard import guarded
-
-GRACE_S = 5
-"""Seconds between asking a worker to end and killing it."""
+from parallel3d.launcher.options import GRACE_S, LaunchOptions
 
 _LEAVING_S = 3.0  # until a rank that has left its script is ended like the others
 
@@ -51,28 +49,6 @@ _ADDRESS = "127.0.0.1"
 _PR_SET_CHILD_SUBREAPER = 36
 _RENDEZVOUS_TIMEOUT_S = 60
 _BACKLOG = 4096
-
-
-@dataclass(frozen=True)
-class LaunchOptions:
-    """Options of a launch.
-
-    - command: the script, or a module's name if is_module, then its own arguments.
-    - max_restarts: how often all workers are started again when one has failed.
-    - is_program: the command is run as it is, not by Python. first_arguments: in front of its own, where ${local_rank} is
-      replaced by the rank. binds_cores: whether the cores are divided among the workers.
-    """
-
-    num_workers: int
-    uses_gpus: bool
-    command: Sequence[str]
-    is_module: bool = False
-    master_port: int = 0
-    log_dir: str | None = None
-    max_restarts: int = 0
-    is_program: bool = False
-    first_arguments: Sequence[str] = ()
-    binds_cores: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from functools import partial
 from math import inf
 
-import torch
-
-from parallel3d.config import parse_layout
+from parallel3d.command_line import Parser
+from parallel3d.config.layout import parse_layout
 from parallel3d.errors import ConfigError, nearest
-from parallel3d.launcher.agent import GRACE_S, LaunchOptions, launch
+from parallel3d.launcher.options import GRACE_S, LaunchOptions
 
 _USAGE = """parallel3d [options] script [args ...]
        parallel3d [options] -m module [args ...]"""
@@ -26,6 +25,11 @@ If OMP_NUM_THREADS is not set, the cores are divided among the processes."""
 _EPILOG = f"""The exit code is that of the rank that failed first, 128 + N when signal N ended it or the launcher. When
 a rank fails, or on Ctrl-C, the others are asked to end and killed after {GRACE_S} seconds."""
 
+# Options of torchrun and of the command deepspeed.
+_OF_MANY_NODES = (
+    "nnodes nproc_per_node node_rank rdzv_backend rdzv_endpoint rdzv_id master_addr hostfile num_nodes".split()
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's own) and return the exit code.
@@ -33,19 +37,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     It owns its process: it installs signal handlers, changes the environment, and ends the processes that its workers
     leave. Raises SystemExit for a command line that can't be carried out.
     """
+    arguments = sys.argv[1:] if argv is None else argv
+    launch_parser().parse_known_args(arguments)  # --help and --version end here, before torch is imported
+    import torch
+
+    from parallel3d.launcher.agent import launch
+
     try:
-        return launch(parse(sys.argv[1:] if argv is None else argv, torch.cuda.device_count()))
+        return launch(parse(arguments, torch.cuda.device_count()))
     except ConfigError as error:
-        _parser().error(str(error))
+        launch_parser().error(str(error))
 
 
 def parse(argv: Sequence[str], num_devices: int) -> LaunchOptions:
     """Parse `argv` on a node with `num_devices` CUDA devices. Raises SystemExit(2) with a message if it is wrong."""
-    parser = _parser()
+    parser = launch_parser()
     known, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = [flag for action in parser._actions for flag in action.option_strings]
         hint = nearest(unknown[0].partition("=")[0], flags)
+        if unknown[0].partition("=")[0].lstrip("-").replace("-", "_") in _OF_MANY_NODES:
+            hint = " This command starts the ranks of one node; torchrun, srun of Slurm, or deepspeed --hostfile start several."
         parser.error(f"unknown option {unknown[0]}.{hint} The script's own options go after the script.")
     if not known.command:
         parser.error("nothing to run: name a script, or a module after -m")
@@ -62,10 +74,10 @@ def parse(argv: Sequence[str], num_devices: int) -> LaunchOptions:
     return LaunchOptions(num_procs or num_gpus or num_devices or 1, num_procs is None and num_devices > 0, **options)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="parallel3d", usage=_USAGE, description=_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False
-    )
+def launch_parser() -> Parser:
+    """Return the parser of the launcher's options."""
+    parser = Parser(prog="parallel3d", usage=_USAGE, description=_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False)
+    parser.add_version()
     count = parser.add_mutually_exclusive_group()
     count.add_argument("--num_gpus", type=_processes, metavar="N", help="N processes, process i on CUDA device i")
     count.add_argument("--num_procs", type=_processes, metavar="N", help="N CPU processes, which see no CUDA device")

@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 
 from parallel3d.errors import ConfigError
-from parallel3d.launcher.agent import LaunchOptions, launch
+from parallel3d.launcher.agent import launch
 from parallel3d.launcher.hosts import parse_hostfile, parse_range_list, parse_resource_filter
+from parallel3d.launcher.options import LaunchOptions
 
 # File of a user with lines NAME=VALUE for the environment of all nodes.
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")

@@ -66,16 +66,18 @@ def make_precision(config: Config) -> Precision:
         autocast = torch.float16 if level in ("O1", "O2") else None
         scaling = {"O0": None, "O3": Fp16Config(loss_scale=1.0)}.get(level, Fp16Config())
     checks = scaling is not None or config.bf16.check_grad_overflow
-    return Precision(weights, autocast, scaling, checks, casts_inputs=config.fp16.auto_cast or not config.fp16.enabled)
+    return Precision(
+        weights, autocast, scaling, checks, (config.fp16 if config.fp16.enabled else config.bf16).auto_cast
+    )
 
 
 class LossScaler:
     """Factor by which losses are multiplied, and gradients divided again (arXiv:1710.03740).
 
     settings.loss_scale, where not 0, is the scale. Else it starts at 2^initial_scale_power; an overflow costs one of
-    `hysteresis` lives, or with one left halves the scale, not below min_loss_scale; after loss_scale_window steps since the
-    last overflow it doubles. Lives are restored when it doubles, with consecutive_hysteresis by each step without overflow.
-    The attributes have DeepSpeed's names; cur_iter is the number of steps so far.
+    `hysteresis` lives, or with one left halves the scale, not below min_loss_scale; in the step after loss_scale_window ones
+    without an overflow, and after as many more, it doubles. Lives are restored when it doubles, with consecutive_hysteresis by
+    each step without overflow. The attributes have DeepSpeed's names; cur_iter is the number of steps so far.
     """
 
     def __init__(self, settings: Fp16Config):
@@ -110,7 +112,8 @@ class LossScaler:
                 self.cur_scale = max(self.cur_scale / 2, settings.min_loss_scale)
             self._last_overflow = self.cur_iter
         else:
-            doubles = (self.cur_iter - self._last_overflow) % settings.loss_scale_window == 0
+            fine = self.cur_iter - self._last_overflow - 1  # steps without an overflow before this one
+            doubles = fine > 0 and fine % settings.loss_scale_window == 0
             if doubles or settings.consecutive_hysteresis:
                 self._lives = settings.hysteresis
             if doubles:

@@ -96,7 +96,10 @@ def _check_bounds(bounds: Sequence[int], names: Sequence[str], num_parts: int) -
         if first >= end:
             raise PartitionError(f"{shown} give part {part} no layer; each bound must be larger than the one before")
     if bounds[0] < 0 or bounds[-1] > n:
-        raise PartitionError(f"{shown} reach outside layers 0 to {n - 1}; start at 0 and end at {n}")
+        raise PartitionError(
+            f"{shown} reach outside layers 0 to {n - 1}; start at 0 and end at {n}. If they count half blocks, build the "
+            "layers so: models.from_hf(..., config=config)"
+        )
     left_out = [*range(bounds[0]), *range(bounds[-1], n)]
     if left_out:
         listed = ", ".join(f"{i} ({names[i]})" for i in left_out[:SHOWN]) + ", ..." * (len(left_out) > SHOWN)

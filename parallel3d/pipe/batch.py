@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
 from typing import Any
 
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from parallel3d.comm.collectives import all_gather_integers
@@ -34,6 +37,7 @@ class TrainingData:
         self.sizes, self.iterator, self.source = sizes, iterator, MicroBatchSource()
         self._model = model
         self._batch_fn: Callable[[Any], Any] = lambda item: item
+        self._warned: set[str] = set()
 
     def use_iterator(self, iterator: Iterator[Any]) -> None:
         """Take micro-batches from this iterator when train_batch gets none."""
@@ -134,12 +138,33 @@ class TrainingData:
                 self.source.give_back(iterator, items[len(signatures) :])
         return pairs[: len(signatures)], signatures
 
+    def warn_of_sizes(self, pairs: Sequence[tuple[Any, Any]], count: int) -> None:
+        """Warn once if a step has fewer micro-batches than configured, and once if one has another number of samples.
+
+        count: micro-batches of this rank's pipeline. Samples are the first dimension of the first tensor.
+        """
+        for what, found, wanted in (
+            ("micro-batches in this step", count, self.sizes.num_micro_batches),
+            ("samples in a micro-batch", _num_samples(pairs), self.sizes.micro_batch_size),
+        ):
+            if found not in (None, wanted) and what not in self._warned:
+                self._warned.add(what)
+                warnings.warn(f"{found} {what}, but the configuration says {wanted}; is data missing?", stacklevel=4)
+
     def _check(self, pairs: Sequence[tuple[Any, Any]]) -> None:
         """Let the model's first layer refuse inputs, if it is here and has a method check_inputs."""
         first: Any = dict(self._model.layers.items()).get("0")
         if hasattr(first, "check_inputs"):
             for inputs, _ in pairs:
                 first.check_inputs(inputs)
+
+
+def _num_samples(pairs: Sequence[tuple[Any, Any]]) -> int | None:
+    """Return the first dimension of the first tensor of the inputs; None without one."""
+    tensors = (
+        leaf for inputs, _ in pairs[:1] for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()
+    )
+    return next((len(tensor) for tensor in tensors), None)
 
 
 class MicroBatchSource:

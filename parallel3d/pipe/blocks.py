@@ -128,11 +128,15 @@ class BlockUnits:
         declare_deepspeed_attributes(model)
         self._register_deepspeed_module(model)
 
-    def _register_deepspeed_module(self, module: nn.Module) -> None:
-        """Add the hooks to the model, unless they are there."""
+    def remove_hooks(self) -> None:
+        """Take the hooks out of the model."""
         for hook in self.forward_hooks:
             hook.remove()
         self.forward_hooks = []
+
+    def _register_deepspeed_module(self, module: nn.Module) -> None:
+        """Add the hooks to the model, unless they are there."""
+        self.remove_hooks()
         for inner in self._needed if self._units.sizes else ():
             before = inner.register_forward_pre_hook(self._before_forward)
             self.forward_hooks += [before, inner.register_forward_hook(self._after_forward, always_call=True)]

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from parallel3d.activity import POSITION
 from parallel3d.autograd.entry import Entry
 from parallel3d.comm.structures import Structure, describe
-from parallel3d.errors import execution_error, printable
+from parallel3d.errors import execution_error, first_line_of, note_place
 from parallel3d.optim.precision import Precision
 from parallel3d.pipe.blocks import BlockUnits
 from parallel3d.pipe.messages import Messages, Receipt
@@ -179,10 +179,8 @@ class Executor:
                 with suppress(Exception):
                     self._units.abort()
             i = program.instructions[self._module.stage_id][now[POSITION]]
-            first_line = printable(next(iter(str(error).splitlines()), ""))
             place = f"rank {self._module.groups.rank}, stage {self._module.stage_id}, micro-batch {i.micro_batch}"
-            line = f"{place}, instruction {i}: {type(error).__name__}: {first_line}"
-            raise execution_error(line, error) from error
+            raise execution_error(f"{place}, instruction {i}: {first_line_of(error)}", error) from error
         self._messages.finish()
         self._clear()
         return self._result
@@ -263,9 +261,7 @@ class Executor:
         labels = self._labels.pop(m)
         if not self._batch.compute_loss:
             return
-        with self._precision.autocasting(self._module.device):
-            loss = output if self._module.loss_fn is None else self._module.loss_fn(output, labels)
-        loss, count = split_loss(loss)
+        loss, count = self._loss(output, labels)
         if self._on_loss is not None:
             self._on_loss(loss)
         self._result.losses[m] = loss.detach()
@@ -277,6 +273,20 @@ class Executor:
             self._gradients[i.chunk, m] = [
                 loss_gradient(loss, self._batch.loss_weight * self._batch.loss_scale) for _ in outputs
             ]
+
+    def _loss(self, output: Any, labels: Any) -> tuple[Tensor, Tensor | None]:
+        """Return (loss, count), see split_loss."""
+        loss_fn = self._module.loss_fn
+        if loss_fn is None:
+            return split_loss(output, "it is the last layer's output, as PipelineModule has no loss_fn: give it one")
+        try:
+            with self._precision.autocasting(self._module.device):
+                return split_loss(loss_fn(output, labels))
+        except Exception as error:
+            other = next((leaf for leaf in tree_leaves(labels) if not isinstance(leaf, Tensor)), None)
+            told = "" if other is None else f", whose labels hold a {type(other).__name__}, no tensor"
+            note_place(error, f"loss_fn {getattr(loss_fn, '__name__', type(loss_fn).__name__)}{told}")
+            raise
 
     def _send_activation(self, i: Instruction) -> None:
         structure, tensors = self._outputs.pop((i.chunk, i.micro_batch))
@@ -344,7 +354,7 @@ def loss_gradient(loss: Tensor, factor: float) -> Tensor:
     return torch.full_like(loss, factor, dtype=torch.promote_types(loss.dtype, torch.float32)).to(loss.dtype)
 
 
-def split_loss(loss: Any) -> tuple[Tensor, Tensor | None]:
+def split_loss(loss: Any, remedy: str = "average it in loss_fn") -> tuple[Tensor, Tensor | None]:
     """Split the result of a loss function into (loss, count): a mean, whose count is None, or (sum, count).
 
     Raises ValueError unless each is a tensor of one element (the count may be a number).
@@ -352,9 +362,7 @@ def split_loss(loss: Any) -> tuple[Tensor, Tensor | None]:
     total, count = loss if isinstance(loss, (tuple, list)) and len(loss) == 2 else (loss, None)
     if not isinstance(total, Tensor) or total.numel() != 1:
         shape = list(total.shape) if isinstance(total, Tensor) else type(total).__name__
-        raise ValueError(
-            f"the loss must be a tensor with one element, or (sum, count), not {shape}; average it in loss_fn"
-        )
+        raise ValueError(f"the loss must be a tensor with one element, or (sum, count), not {shape}; {remedy}")
     if count is None:
         return total, None
     if isinstance(count, Tensor) and count.numel() != 1:

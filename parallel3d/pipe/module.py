@@ -18,7 +18,7 @@ from parallel3d.comm.environment import get_rank, local_device
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.topology import ProcessTopology
 from parallel3d.config import Config
-from parallel3d.errors import DataError, PartitionError
+from parallel3d.errors import DataError, PartitionError, note_place
 from parallel3d.parameters import ParameterInfo, slicing_of
 from parallel3d.partition import Method
 from parallel3d.pipe.calls import Call, LayerCalls
@@ -42,6 +42,7 @@ from parallel3d.specs import (
     TiedLayerSpec,
     check_layers,
     layer_name,
+    place_of,
 )
 from parallel3d.zero.host_shards import HostShards
 from parallel3d.zero.init import host_shards, shard_parameter, shards_weights
@@ -84,6 +85,7 @@ class PipelineModule(nn.Module):
     """
 
     _units: WeightUnits | None = None
+    _given_groups: ProcessGroups | None = None  # of layers that are sharded already
 
     def __init__(
         self,
@@ -140,7 +142,7 @@ class PipelineModule(nn.Module):
         """Make the process groups of the layout, and determine this rank's chunks."""
         self.settings, self.num_stages = settings, settings.num_stages
         self.placement = placement_of(settings.placement, settings.num_stages, settings.num_chunks)
-        self.groups = ProcessGroups(settings.topology)
+        self.groups = self._given_groups or ProcessGroups(settings.topology)
         self._shards_layers, self._host = shards_layers and (self.groups.data.size > 1 or host is not None), host
         self.device = local_device()
         self.stage_id = self.groups.coordinate("pipe")
@@ -321,10 +323,11 @@ class PipelineModule(nn.Module):
 
     def pair(self, micro_batch: Any) -> tuple[Any, Any]:
         """Split a micro-batch into (inputs, labels). Raises DataError where it is not a pair."""
-        if not isinstance(micro_batch, (tuple, list)) or len(micro_batch) != 2:
+        is_sequence = isinstance(micro_batch, (tuple, list))
+        if not is_sequence or len(micro_batch) != 2:
+            given = type(micro_batch).__name__ + (f" of {len(micro_batch)}" if is_sequence else "")
             raise DataError(
-                f"a micro-batch must be (inputs, labels), not {type(micro_batch).__name__}; several inputs or labels go in a "
-                "tuple or dict of their own"
+                f"a micro-batch must be (inputs, labels), not {given}; several of them go in a tuple or dict of their own"
             )
         return micro_batch[0], micro_batch[1]
 
@@ -357,7 +360,11 @@ class PipelineModule(nn.Module):
             if units is not None:
                 units.before_layer(call.layer)
             enter(call.layer)
-            x = call.function(x)
+            try:
+                x = call.function(x)
+            except Exception as error:
+                note_place(error, place_of(call.layer, call.module or call.function, error))
+                raise
             if units is not None and not (recomputed and call is last):
                 units.before_backward(call.layer, x)
         return x

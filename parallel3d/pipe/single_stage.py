@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from parallel3d.comm.groups import ProcessGroups
 from parallel3d.pipe.blocks import units_of
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.rng import EnterLayer, same_stream
@@ -15,19 +16,23 @@ from parallel3d.rng import EnterLayer, same_stream
 class SingleStageModule(PipelineModule):
     """Any nn.Module as a pipeline of one stage with one layer: whole on every rank, over which the world is data parallel.
 
+    groups: those over which tensor-parallel layers inside the module are sharded; None without any.
+
     A micro-batch is the module's input: a mapping is passed as keywords, a tuple or list as arguments, anything else as the
     one argument. The module's result is the loss or contains it: as `.loss`, under "loss", or first in a tuple or list.
     Parameters keep the names that the module gives them.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, groups: ProcessGroups | None = None):
         units = units_of(model)
         self._unit_of = {
             f"{path}.{name}" if path else name: units[module]
             for path, module in model.named_modules(remove_duplicate=False)
             for name in module._parameters
         }
-        super().__init__([model], num_stages=1, loss_fn=_loss_of)
+        self._given_groups = groups
+        topology = None if groups is None else groups.topology
+        super().__init__([model], num_stages=1, topology=topology, loss_fn=_loss_of)
 
     def pair(self, micro_batch: Any) -> tuple[Any, Any]:
         """Return the whole micro-batch as inputs. A mapping becomes a dict, because pytrees look into no other."""

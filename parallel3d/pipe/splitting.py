@@ -72,7 +72,7 @@ class LayerSplitter:
             spec = layer if isinstance(layer, LayerSpec) else None
             module = next((known for other, known in built if spec is not None and spec.builds_like(other)), None)
             if module is None:
-                module = blueprint(layer, context)
+                module = blueprint(layer, context, k)
                 built += [] if spec is None else [(spec, module)]
             self._parameters.append([p if module is layer else _on_meta(p) for p in module.parameters()])
             shown = module if isinstance(layer, (LayerSpec, nn.Module)) else layer

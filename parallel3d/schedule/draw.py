@@ -173,7 +173,8 @@ class _Scale:
         return _LEFT + self.pixels * time / self.full
 
     def text(self, time: float) -> str:
-        return f"{time * self.factor:.4g} {self.shown}"
+        number = time * self.factor
+        return f"{number:,.0f} {self.shown}" if number >= 1e4 else f"{number:.4g} {self.shown}"
 
 
 def ticks(low: float, high: float, number: int = 8) -> Iterator[float]:
@@ -185,13 +186,18 @@ def ticks(low: float, high: float, number: int = 8) -> Iterator[float]:
         yield k * step
 
 
-def svg(timelines: Mapping[str, Timeline], units: Mapping[str, str] | None = None, width: int = 1200) -> str:
+def svg(
+    timelines: Mapping[str, Timeline],
+    units: Mapping[str, str] | None = None,
+    width: int = 1200,
+    notes: Mapping[str, str] | None = None,
+) -> str:
     """Draw one self-contained SVG, `width` pixels wide: a panel for each named timeline, a lane for each stage.
 
     Boxes are forwards and backwards with their micro-batch where it fits, coloured by kind, paler for each further
     chunk of the stage; thin marks below a lane are transfers, reductions and loads that take time. units: panel -> unit
     of its times, "s" for seconds; by default "s" for the panel "measured" and "units" for any other. Panels of one unit
-    share one scale.
+    share one scale. notes: panel -> what is written behind its name, by default its makespan and bubble.
     """
     given = units or {}
     unit = {name: given.get(name, "s" if name == "measured" else "units") for name in timelines}
@@ -199,7 +205,8 @@ def svg(timelines: Mapping[str, Timeline], units: Mapping[str, str] | None = Non
     for name, timeline in timelines.items():
         full = max(t.makespan for n, t in timelines.items() if unit[n] == unit[name])
         scale = _Scale(full, unit[name], width - _LEFT - _RIGHT)
-        panels.append(_panel(name, timeline, scale, top + _TITLE))
+        note = (notes or {}).get(name, f"{scale.text(timeline.makespan)}, bubble {timeline.bubble:.1%}")
+        panels.append({**_panel(name, timeline, scale, top + _TITLE), "note": note})
         top = panels[-1]["bottom"] + _AXIS
     # Imported here: a process that draws only text, for a failure's message, needs no templates.
     from jinja2 import Environment, PackageLoader

@@ -3,3 +3,4 @@
 from parallel3d.zero.external import register_external_parameter, unregister_external_parameter
 from parallel3d.zero.gathered import GatheredParameters
 from parallel3d.zero.init import Init
+from parallel3d.zero.weights import WeightState as ZeroParamStatus

@@ -13,10 +13,10 @@ from parallel3d.comm.collectives import DONE, Group, Work, all_gather_into
 from parallel3d.errors import ExecutionError
 from parallel3d.parameters import ParameterInfo
 from parallel3d.zero.host_shards import HostShards
-from parallel3d.zero.layout import BucketLayout, cut, lay_out
+from parallel3d.zero.layout import BucketLayout, lay_out
 from parallel3d.zero.policy import ZeroPolicy
 from parallel3d.zero.values import make_whole
-from parallel3d.zero.weights import ShardedWeights, WeightState
+from parallel3d.zero.weights import ShardedWeights, WeightState, cut
 
 HostAllocator = Callable[[int, torch.dtype, bool], Tensor]  # numel, dtype, whether on disk
 

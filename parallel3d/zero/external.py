@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from torch import nn
@@ -13,22 +13,60 @@ from parallel3d.errors import ConfigError, nearest
 _LEAF, _EXTERNAL = "_zero3_leaf", "_zero3_external"
 
 
-def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
     """Gather the weights of each module of these classes together, with those of its submodules. Call it before `initialize`.
 
     - leaf_module_classes: classes, or their names, with or without the package.
 
-    Returns the modules, also those of subclasses. Raises ConfigError if there is none.
+    Returns the modules, also those of subclasses. Raises ConfigError if there is none, unless raise_if_not_found is False.
     """
     names = {
         item if isinstance(item, str) else f"{item.__module__}.{item.__qualname__}" for item in leaf_module_classes
     }
     found = [module for module in model.modules() if not names.isdisjoint(_class_names(module))]
-    if not found:
+    if not found and raise_if_not_found:
         classes = sorted({type(module).__name__ for module in model.modules()})
         raise ConfigError(f"no module of {type(model).__name__} is of the classes {sorted(names)}; it has {classes}")
     _mark(found)
     return found
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Do what set_z3_leaf_modules does for the modules with these names in model.named_modules(), or undo it if flag is False.
+
+    Returns the modules, and the names that none has. Raises ConfigError if there are any, unless raise_if_not_found is False.
+    """
+    return _mark_named(model, module_names, str.__eq__, flag, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Do what set_z3_leaf_modules_by_name does for the modules whose names end in one of these."""
+    return _mark_named(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
+
+
+def _mark_named(
+    model: nn.Module, wanted: Iterable[str], matches: Callable[[str, str], bool], flag: bool, raises: bool
+) -> tuple[list[nn.Module], list[str]]:
+    modules = dict(model.named_modules())
+    found = {item: [module for name, module in modules.items() if matches(name, item)] for item in wanted}
+    missing = [item for item, own in found.items() if not own]
+    if missing and raises:
+        hint = nearest(missing[0], modules)
+        raise ConfigError(f"no module of {type(model).__name__} has the name or suffix {missing[0]!r};{hint}")
+    marked = list(dict.fromkeys(module for own in found.values() for module in own))
+    _mark(marked, flag)
+    return marked, missing
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Mark a module as set_z3_leaf_modules does, or undo it."""
+    _mark([model], flag)
 
 
 def _class_names(module: nn.Module) -> Iterator[str]:
@@ -52,17 +90,8 @@ def set_configured_leaf_modules(model: nn.Module, zero: ZeroConfig) -> None:
     leaf = zero.leaf_module
     for kind in leaf.classes:
         set_z3_leaf_modules(model, [kind])
-    modules = dict(model.named_modules())
-    for wanted in (*leaf.names, *leaf.name_suffixes):
-        found = [
-            m
-            for name, m in modules.items()
-            if name == wanted or (wanted in leaf.name_suffixes and name.endswith(wanted))
-        ]
-        if not found:
-            hint = nearest(wanted, modules)
-            raise ConfigError(f"zero_optimization.leaf_module names {wanted!r}, which no module has;{hint}")
-        _mark(found)
+    set_z3_leaf_modules_by_name(model, leaf.names)
+    set_z3_leaf_modules_by_suffix(model, leaf.name_suffixes)
     if zero.stage3_module_granularity_threshold:
         _mark(_fine_grained(model, zero.stage3_module_granularity_threshold))
 
@@ -82,9 +111,11 @@ def _fine_grained(module: nn.Module, threshold: int) -> Iterator[nn.Module]:
         yield from _fine_grained(child, threshold)
 
 
-def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
     """Undo set_z3_leaf_modules."""
-    found = set_z3_leaf_modules(model, leaf_module_classes)
+    found = set_z3_leaf_modules(model, leaf_module_classes, raise_if_not_found)
     _mark(found, leaf=False)
     return found
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from parallel3d.comm.collectives import Group
 from parallel3d.parameters import ParameterInfo
 from parallel3d.zero.host_shards import HostShards
-from parallel3d.zero.layout import BucketLayout, by_owners, cut, lay_out
+from parallel3d.zero.layout import BucketLayout, by_owners, lay_out
 from parallel3d.zero.policy import ZeroPolicy
-from parallel3d.zero.weights import ShardedWeights
+from parallel3d.zero.weights import ShardedWeights, cut
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,8 +21,8 @@ class GatheredParameters:
       masters follow at the next step. None: the parameters must not be changed.
     - fwd_module: without effect. enabled: False to do nothing.
 
-    Collective over the replicas. At its end raises ExecutionError if parameters were changed in place without modifier_rank;
-    the changes are dropped.
+    Collective over the replicas. Raises ExecutionError at its end if parameters got other values without modifier_rank; those
+    are dropped.
     """
 
     def __init__(
@@ -57,9 +57,10 @@ class GatheredParameters:
                 weights.keep_changes(self._modifier)
             for parameter in self._parameters:
                 torch.autograd.graph.increment_version(parameter)
+        lost = changed and self._modifier is None and kind is None and any(weights.differs() for weights in own)
         for weights in self._gathered:
             weights.release()
-        if changed and self._modifier is None and kind is None:
+        if lost:
             shapes = [list(p.shape) for p in changed[:3]]
             raise ExecutionError(
                 f"{len(changed)} parameters, of shapes {shapes}, were changed in GatheredParameters without modifier_rank, and "

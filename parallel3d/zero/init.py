@@ -144,9 +144,10 @@ class Init:
         self._replace(kind, "__init__", build)
 
     def _shard(self, module: nn.Module) -> None:
+        """Shard a module's own parameters; once none is being built, also those inside that were on the meta device."""
         group = whole_world()
-        for parameter in module.parameters(recurse=False):
-            if weights_of(parameter) is None:
+        for parameter in module.parameters(recurse=not self._building):
+            if weights_of(parameter) is None and not parameter.is_meta:
                 cast = parameter.is_floating_point() and self._dtype is not None
                 parameter.data = parameter.data.to(local_device(), self._dtype if cast else None)
                 shard_parameter(parameter, group, self._host)

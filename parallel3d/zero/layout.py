@@ -13,6 +13,7 @@ from parallel3d.comm.collectives import Group
 from parallel3d.parameters import ParameterInfo, slicing_of
 from parallel3d.zero.policy import ZeroPolicy
 from parallel3d.zero.values import forget, read_into
+from parallel3d.zero.weights import cut
 
 # Every parameter, and every shard, starts on a 128-byte boundary of fp32, so that kernels keep their vectorized paths.
 ALIGNMENT = 32
@@ -229,9 +230,3 @@ def _cut(
         end += _round_up(size, ALIGNMENT)
     if held:
         yield bucket()
-
-
-def cut(offset: int, size: int, shard: slice) -> slice:
-    """Return where in a shard of a flat buffer the part lies that it has of `size` elements from `offset` on."""
-    start = max(offset, shard.start) - shard.start
-    return slice(start, max(start, min(offset + size, shard.stop) - shard.start))

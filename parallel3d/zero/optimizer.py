@@ -39,7 +39,8 @@ class ShardedOptimizer:
     Its parameter groups keep their settings, and a parameter's pieces stay in its group; so learning-rate schedules and
     the user's handles go on working. on_gather: called with the owners and the index of each bucket whose gather has been
     launched, and its Work. Raises ConfigError for an optimizer that would compute something else on shards, unless
-    allow_untested, and for parameters that aren't the model's.
+    allow_untested, and for parameters that aren't the model's. partitions: whether the optimizer must be fit for shards, though
+    a single rank may hold whole tensors.
 
     open_kernel: called when the optimizer holds the masters; returns the kernel that steps these buckets, or None.
     storage: where the state of the buckets that are offloaded is kept. offloaded: that state; None if there is none.
@@ -56,11 +57,12 @@ class ShardedOptimizer:
         open_kernel: Callable[[Sequence[Bucket]], FusedAdamW | None] | None = None,
         storage: Storage | None = None,
         host: HostShards | None = None,
+        partitions: bool = False,
     ):
         self.optimizer = optimizer
         # Buckets come from the last layer on; the next forward needs them from the first layer on.
         self.buckets = list(buckets)[::-1]
-        cuts = any(b.partition.size > 1 or b.is_offloaded for b in self.buckets)
+        cuts = partitions or any(b.partition.size > 1 or b.is_offloaded for b in self.buckets)
         check_optimizer(optimizer, cuts, allow_untested)
         masters: dict[nn.Parameter, list[nn.Parameter]] = {p: [] for p in model_parameters}
         for bucket in self.buckets:

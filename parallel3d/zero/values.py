@@ -61,5 +61,5 @@ def make_whole(parameter: Tensor) -> None:
 
 def forget(parameter: Tensor) -> None:
     """Note that a parameter has memory of its own now."""
-    for name in ("read", "sharded_weights", "ds_shape", "ds_numel", "ds_status"):
+    for name in ("read", "sharded_weights", "ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor"):
         vars(parameter).pop(name, None)

@@ -47,6 +47,12 @@ def tell_whole(parameter: nn.Parameter) -> None:
     vars(parameter).update({**told, **vars(parameter)})
 
 
+def cut(offset: int, size: int, shard: slice) -> slice:
+    """Return where in a shard of a flat buffer the part lies that it has of `size` elements from `offset` on."""
+    start = max(offset, shard.start) - shard.start
+    return slice(start, max(start, min(offset + size, shard.stop) - shard.start))
+
+
 def nothing() -> None:
     """Return None, in place of an object that a copy or pickle leaves out."""
 
@@ -57,7 +63,7 @@ class ShardedWeights:
     The flat tensor's storage is released and allocated again, but stays the same object: views of it that autograd has
     saved for a backward are valid again when the weights are gathered for that backward. The parameters stay the same
     objects too. Their data are views of the flat tensor while it is gathered, and placeholders otherwise. They have DeepSpeed's
-    attributes ds_shape, ds_numel and ds_status, which is the state.
+    attributes ds_id, ds_shape, ds_numel, ds_status, which is the state, and ds_tensor: the elements that the shard has of each.
 
     - shard: this rank's part, [numel / ranks], which `host` keeps if it is given. numel: elements of the flat tensor, padding
       included; nbytes: its bytes.
@@ -79,8 +85,12 @@ class ShardedWeights:
         self._whole, self._partition = whole, partition
         self._views = list(zip(parameters, views, strict=True))
         self._placeholders = [(p, placeholder(p, whole.dtype, whole.device)) for p in parameters]
-        for parameter in parameters:
-            vars(parameter).update(sharded_weights=self, ds_shape=parameter.shape, ds_numel=parameter.numel())
+        first = partition.index * shard.numel()
+        for parameter, view in self._views:
+            at = int(view.storage_offset()) - int(whole.storage_offset())
+            own = cut(at, view.numel(), slice(first, first + shard.numel()))
+            told = {"ds_shape": parameter.shape, "ds_numel": parameter.numel(), "ds_tensor": shard[own]}
+            vars(parameter).update(sharded_weights=self, ds_id=id(parameter), **told)
         self._work: Work = DONE
         self._versions: list[int] = []
         self._enter(WeightState.GATHERED)
@@ -149,6 +159,14 @@ class ShardedWeights:
                     f"a parameter of shape {list(parameter.shape)} was written while it lived as shards, and the values are "
                     "lost; write it in parallel3d.zero.GatheredParameters(parameter, modifier_rank=0)"
                 )
+
+    def differs(self) -> bool:
+        """Return whether the gathered weights have other values than this rank's shard, in its part of them."""
+        if self._host is not None:
+            self._host.settle()
+        size = self.shard.numel()
+        own = self._whole[self._partition.index * size :][:size]
+        return not torch.equal(own, self.shard.to(own.device))
 
     @torch.no_grad()
     def keep_changes(self, replica: int) -> None:

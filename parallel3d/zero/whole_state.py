@@ -1,4 +1,4 @@
-"""Whole masters, gradients and optimizer state of a parameter, wherever its shards are: DeepSpeed's safe_get and safe_set."""
+"""Masters, gradients and optimizer state of a parameter, whole or this rank's part: DeepSpeed's safe_get and safe_set."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from parallel3d.zero.weights import nothing
 
 
 class WholeState:
-    """State of the training of one parameter, whole. All methods are collective over the bucket's partition.
+    """State of the training of one parameter. All methods are collective over the bucket's partition.
+
+    A local part is flat, and may be empty: the parts of all ranks, one after the other, are the flat parameter.
 
     - factor: returns what the gradients in the bucket are multiples of.
     - reduce: called before gradients are read; ends their reductions.
@@ -47,6 +49,20 @@ class WholeState:
         """Write the master; the weights follow. value: in the parameter's shape, the same on all ranks."""
         for shard in self._shards():
             shard.master.detach().copy_(self._part(value, shard))
+        self._publish()
+
+    def local_master(self) -> Tensor:
+        """Return a copy of this rank's part of the master."""
+        found = self._local(lambda shard: shard.master.detach())
+        assert found is not None
+        return found
+
+    def set_local_master(self, value: Tensor) -> None:
+        """Write this rank's part of the master; the weights follow."""
+        self._write_local(value, lambda shard: shard.master.detach())
+        self._publish()
+
+    def _publish(self) -> None:
         self._bucket.write_back()
         if self._bucket.partition.size > 1:
             self._bucket.gather().wait()
@@ -64,6 +80,18 @@ class WholeState:
         for shard in self._shards():
             shard.gradient.copy_(self._part(value, shard) * self._factor())
 
+    def local_gradient(self) -> Tensor:
+        """Return this rank's part of the gradient, as `gradient` returns it."""
+        self._reduce()
+        found = self._local(lambda shard: shard.gradient)
+        assert found is not None
+        return found / self._factor()
+
+    def set_local_gradient(self, value: Tensor) -> None:
+        """Write this rank's part of the gradient."""
+        self._reduce()
+        self._write_local(value * self._factor(), lambda shard: shard.gradient)
+
     def optimizer_state(self, key: str) -> Tensor | None:
         """Return a state of the optimizer with an element for each of the parameter; None if it keeps none, or not yet."""
         return self._whole(lambda shard: self._elementwise(shard, key))
@@ -71,13 +99,41 @@ class WholeState:
     def set_optimizer_state(self, key: str, value: Tensor) -> None:
         """Write such a state."""
         for shard in self._shards():
-            state = self._elementwise(shard, key)
-            if state is None:
-                raise ConfigError(
-                    f"{type(self._optimizer).__name__} keeps no state {key!r} for each element of {shard.info.name}, or not "
-                    f"before its first step; it has {sorted(self._optimizer.state.get(shard.master, ()))}"
-                )
-            state.copy_(self._part(value, shard))
+            self._written(shard, key).copy_(self._part(value, shard))
+
+    def local_optimizer_state(self, key: str) -> Tensor | None:
+        """Return a copy of this rank's part of such a state."""
+        return self._local(lambda shard: self._elementwise(shard, key))
+
+    def set_local_optimizer_state(self, key: str, value: Tensor) -> None:
+        """Write this rank's part of such a state."""
+        self._write_local(value, lambda shard: self._written(shard, key))
+
+    def _written(self, shard: ParameterShard, key: str) -> Tensor:
+        state = self._elementwise(shard, key)
+        if state is None:
+            raise ConfigError(
+                f"{type(self._optimizer).__name__} keeps no state {key!r} for each element of {shard.info.name}, or not "
+                f"before its first step; it has {sorted(self._optimizer.state.get(shard.master, ()))}"
+            )
+        return state
+
+    def _local(self, of: Callable[[ParameterShard], Tensor | None]) -> Tensor | None:
+        """Return copies of a tensor of each of this rank's shards, joined; None if a shard has none."""
+        found = [of(shard) for shard in self._shards()]
+        mine = torch.empty(0, dtype=self._bucket.master_dtype, device=self._bucket.device)
+        values = [value.reshape(-1).to(mine) for value in found if value is not None]  # offloaded state is on the host
+        return torch.cat([mine, *values]) if len(values) == len(found) else None
+
+    @torch.no_grad()
+    def _write_local(self, value: Tensor, of: Callable[[ParameterShard], Tensor]) -> None:
+        shards = list(self._shards())
+        sizes = [shard.master.numel() for shard in shards]
+        if value.numel() != sum(sizes):
+            name = self._bucket.infos[self._index].name
+            raise ConfigError(f"this rank has {sum(sizes)} elements of {name}, but the value has {value.numel()}")
+        for shard, part in zip(shards, value.reshape(-1).split(sizes), strict=True):
+            of(shard).copy_(part.view(shard.master.shape))
 
     def _shards(self) -> Iterator[ParameterShard]:
         self._settle()

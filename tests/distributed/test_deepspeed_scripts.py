@@ -10,6 +10,7 @@ import math
 import os
 import random
 import re
+import runpy
 import subprocess
 import sys
 import zipfile
@@ -217,6 +218,8 @@ def ask() -> dict[str, Any]:
     for _ in range(3):  # the same inputs' shapes, other outputs'
         engine.train_batch(iter([(torch.randn(6, 4), torch.ones(1)) for _ in range(2)]))
     accelerator = deepspeed.get_accelerator()
+    gathered = torch.zeros(2)
+    deepspeed.comm.all_gather_into_tensor(gathered, torch.tensor(1.0 + engine.global_rank))
     ranks = engine.get_pipeline_parallel_rank(), engine.get_data_parallel_rank(), engine.get_model_parallel_rank()
     return {
         "seeds": seeds,
@@ -224,11 +227,24 @@ def ask() -> dict[str, Any]:
         "sizes": (engine.world_size, engine.dp_world_size, engine.mp_world_size),
         "mpu": engine.mpu.get_pipe_parallel_rank(),
         "applied": engine.was_step_applied(),
-        "is": isinstance(engine, deepspeed.DeepSpeedEngine),
+        "is": isinstance(engine, deepspeed.DeepSpeedEngine)
+        and isinstance(engine.optimizer, deepspeed.ops.adam.FusedAdam),
+        "optimizer": engine.optimizer.optimizer is engine.optimizer,
+        "gathered": gathered.tolist(),
         "device": (accelerator.device_name(1), accelerator.current_device_name(), accelerator.is_available()),
         "backend": accelerator.communication_backend_name(),
         "world": (deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()),
+        "sum": own_sum(),
     }
+
+
+def own_sum() -> tuple[list[int], list[int], float]:
+    """Ranks of the world and of a group of the second rank alone, and the sum over the world of rank + 1."""
+    comm, value = deepspeed.comm, torch.tensor(deepspeed.comm.get_rank() + 1.0)
+    second = comm.new_group([1])
+    ranks = comm.get_all_ranks_from_group(second) if comm.get_rank() == 1 else []
+    comm.inference_all_reduce(value, group=comm.get_world_group())
+    return comm.get_all_ranks_from_group(), ranks, value.item()
 
 
 def test_names_that_such_scripts_use(run_ranks):
@@ -240,9 +256,12 @@ def test_names_that_such_scripts_use(run_ranks):
             "mpu": rank,
             "applied": True,
             "is": True,
+            "optimizer": True,
+            "gathered": [1.0, 2.0],
             "device": ("cpu", "cpu", True),
             "backend": "gloo",
             "world": (rank, 2),
+            "sum": ([0, 1], [1] if rank == 1 else [], 3.0),
         }
 
 
@@ -255,9 +274,35 @@ def test_log_dist_logs_on_the_ranks_asked_for(caplog: pytest.LogCaptureFixture, 
     assert caplog.messages == ["[rank 0] before the world"]
 
 
+def test_the_level_of_a_logger_and_its_handlers_is_set_by_a_word():
+    own = logging.Logger("own")
+    own.addHandler(logging.StreamHandler())
+    deepspeed.utils.set_log_level_from_string("warning", own)
+    assert (own.level, own.handlers[0].level) == (logging.WARNING, logging.WARNING)
+    with pytest.raises(ValueError, match="LOUD"):
+        deepspeed.utils.set_log_level_from_string("loud", own)
+
+
 def test_set_random_seed_seeds_all_generators():
     def draw() -> tuple[float, ...]:
         deepspeed.runtime.utils.set_random_seed(2**40 + 3)
         return random.random(), numpy.random.rand(), torch.rand(()).item()
 
     assert draw() == draw()
+
+
+def test_the_script_beside_checkpoints_writes_masters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    layer, rate = nn.Linear(1, 1, bias=False), 2.0**-12
+    nn.init.ones_(layer.weight)
+    config = {"train_batch_size": 1, "bf16": {"enabled": True}, "optimizer": {"type": "SGD", "params": {"lr": rate}}}
+    engine = deepspeed.initialize(model=layer, config=config)[0]
+    for _ in range(2):  # the gradient of w is 1
+        engine.backward(engine(torch.ones(1, 1)).sum())
+        engine.step()
+    assert engine.save_checkpoint(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["zero_to_fp32.py", ".", "out", "-d"])
+    runpy.run_path("zero_to_fp32.py", run_name="__main__")
+    weights = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
+    assert {name: value.item() for name, value in weights.items()} == {"weight": 1 - 2 * rate}
+    assert layer.weight.item() == 1.0, "rounded"

@@ -105,6 +105,7 @@ def launch(folder: Path, ranks: int, *arguments: str) -> str:
 def check_summary(errors: str, rank: int, instruction: str) -> None:
     """The place is in one line of the traceback, and in one of the summary at the end, which names the root cause first."""
     place = place_of(rank, instruction)
+    place += ", in layer 2 (Fragile)" if instruction.startswith("F") else ""
     lines = [line for line in errors.splitlines() if place in line]
     assert len(lines) == 2, errors
     assert re.fullmatch(

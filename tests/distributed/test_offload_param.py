@@ -84,14 +84,19 @@ def run(case: Case, zero: dict[str, Any]) -> tuple[list[float], list[float], dic
     return losses, norms, {**copies(engine.module), **optimizer_state(engine)}, engine
 
 
-def compare(cases: list[Case], directory: Path) -> list[str]:
-    """Return what differs from training without offload of weights, and from the predicted memory."""
+def compare(cases: list[Case], directory: Path, full: bool) -> list[str]:
+    """Return what differs from training without offload of weights, and from the predicted memory.
+
+    full: whether every case is trained in every way; every second one if not.
+    """
     problems = []
     for number, case in enumerate(cases):
         # One replica has no shards without offload; its other buckets change the last bits of the norm.
         alone = case.dp == 1
         known: dict[str, Any] = {}
-        for way, (zero, others) in ways(directory).items():
+        for k, (way, (zero, others)) in enumerate(ways(directory).items()):
+            if not full and (number + case.dp * case.pp + k) % 2:
+                continue
             if others and alone:
                 continue  # the CPU's kernels round the last elements of a span differently
             if str(others) not in known:
@@ -139,14 +144,16 @@ def check_memory(engine: Engine, way: str, has_shared: bool) -> list[str]:
     return problems
 
 
-def compare_late(cases: list[Case], directory: Path) -> list[str]:
+def compare_late(cases: list[Case], directory: Path, full: bool) -> list[str]:
     with late_copies():
-        return compare(cases, directory)
+        return compare(cases, directory, full)
 
 
 @pytest.mark.parametrize("world", CASES)
-def test_the_numbers_are_those_without_offload_also_if_copies_are_late(run_ranks, world: int, tmp_path: Path):
-    for problems in run_ranks(world, compare_late, CASES[world], tmp_path):
+def test_the_numbers_are_those_without_offload_also_if_copies_are_late(
+    run_ranks, world: int, tmp_path: Path, full: bool
+):
+    for problems in run_ranks(world, compare_late, CASES[world], tmp_path, full):
         assert not problems, "\n".join(problems)
 
 

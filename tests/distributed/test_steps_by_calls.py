@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -209,6 +211,31 @@ def test_another_batch_size_counts_from_the_step_on_at_which_it_is_set(run_ranks
     assert boundaries == [False, False, True]
     assert "1 micro-batches of a step are done" in message
     assert found == pytest.approx(wanted, rel=1e-6)
+
+
+def save_within_a_step(directory: str, zero: dict[str, Any]) -> Any:
+    engine = make(2, zero_optimization=zero)
+    wanted = make(2, zero_optimization=zero)
+    train(wanted, range(4), by_calls=True)
+    train(engine, range(3), by_calls=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.save_checkpoint(directory)
+    train(engine, range(3, 4), by_calls=True)
+    other = make(2, zero_optimization=zero)
+    other.load_checkpoint(directory)
+    train(other, range(2, 4), by_calls=True)
+    states = [e.module.state_dict() for e in (engine, other, wanted)]
+    same = [all(torch.equal(state[name], value) for name, value in states[2].items()) for state in states[:2]]
+    return [str(w.message) for w in caught], same, wanted.global_steps
+
+
+@pytest.mark.parametrize("zero", ZERO)
+def test_a_checkpoint_within_a_step_is_of_the_step_before(run_ranks, tmp_path: Path, zero: dict[str, Any]):
+    first, second = run_ranks(2, save_within_a_step, str(tmp_path), zero)
+    assert any(message.startswith("1 micro-batches of a step are done, whose gradients") for message in first[0])
+    assert second[0] == []
+    assert first[1:] == second[1:] == ([True, True], 2)
 
 
 def timed(how: str) -> list[str]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hf_models import transformers
 from ranks import RankError
+from reference import distance
 from test_zero3_plain import (
     BLOCKS,
     WIDTH,
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 
 import parallel3d
 from parallel3d.deepspeed.runtime.zero import partition_parameters
+from parallel3d.errors import ConfigError
 
 # --- generation
 
@@ -49,6 +51,9 @@ def generate_and_train() -> Any:
         number = remove_hooks(engine)
         gathered = engine.module.generate(ids, **lengths(engine.global_rank))
         add_hooks(engine)
+    with parallel3d.deepspeed.runtime.zero.unwrap_model_for_generation(engine) as unwrapped:
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in unwrapped.module.modules())
+        assert unwrapped.module.generate(ids, **lengths(engine.global_rank)).equal(gathered)
     engine.train()
     added = len(engine.optimizer.parameter_offload.forward_hooks)
     found = train_on(engine, 2)
@@ -123,6 +128,127 @@ def test_names_that_transformers_and_trl_import():
     assert found.get_accelerator() is parallel3d.get_accelerator()
     assert found._orig_torch_arange is torch.arange
     assert found.zero_wrapper_for_fp_tensor_constructor(torch.ones, torch.half) is torch.ones
+
+
+def copy_as_scripts_do(parameter: nn.Parameter) -> Tensor:
+    """Copy a weight to save it, as the scripts of FastChat and LLaVA do."""
+    if hasattr(parameter, "ds_id"):
+        with parallel3d.zero.GatheredParameters([parameter]):
+            return parameter.data.detach().cpu().clone()
+    return parameter.detach().cpu().clone()
+
+
+def copy_and_reload(threshold: int, zero: dict[str, Any]) -> Any:
+    """Also this rank's elements of each weight, if it is sharded, before and after Init's shards became the engine's."""
+    with parallel3d.zero.Init():
+        model = shuffling()
+    inside = {name: p.ds_tensor.clone() for name, p in model.named_parameters()}
+    engine = make(model, {"stage3_param_persistence_threshold": threshold, **zero})
+    sharded = {name: p.ds_tensor.clone() for name, p in model.named_parameters() if hasattr(p, "ds_tensor")}
+    copies = {name: copy_as_scripts_do(p) for name, p in model.named_parameters()}
+    with parallel3d.zero.GatheredParameters(model.parameters()):
+        model.load_state_dict(copies)  # the same values: no change to lose
+    return copies, inside, sharded, whole_weights(engine)
+
+
+@pytest.mark.parametrize("threshold", [0, 10_000])
+@pytest.mark.parametrize("zero", [{}, {"offload_param": {"device": "cpu"}}])
+def test_scripts_that_ask_for_ds_id_copy_whole_weights(run_ranks, threshold: int, zero: dict[str, Any]):
+    wanted = dict(shuffling().named_parameters())
+    ranks = run_ranks(2, copy_and_reload, threshold, zero)
+    for copies, _, _, loaded in ranks:
+        assert copies.keys() == loaded.keys() == wanted.keys()
+        assert all(torch.equal(copies[name], value) for name, value in wanted.items())
+        assert all(torch.equal(loaded[name], value) for name, value in wanted.items())
+    for which, names in (1, wanted), (2, wanted if threshold == 0 else ()):
+        assert all(ranks[k][which].keys() == dict.fromkeys(names).keys() for k in range(2))
+        for name in names:
+            assert torch.cat([ranks[k][which][name] for k in range(2)])[: wanted[name].numel()].equal(
+                wanted[name].view(-1)
+            )
+
+
+PARTS = ["0.weight", "0.bias", "2.weight"]
+
+
+def halved() -> nn.Sequential:
+    """A model of which each rank has a part of the first weight."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH), nn.Tanh(), nn.Linear(3 * WIDTH, 1))
+    model[2].bias.requires_grad_(False)
+    return model
+
+
+def halved_loss(module: Any, step: int, replica: int) -> Tensor:
+    return module(torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * step + replica))).square().mean()
+
+
+def read_and_write_parts(zero: dict[str, Any]) -> Any:
+    utils = parallel3d.utils
+    module = halved()
+    frozen = module[2].bias
+    engine = make(module, zero)
+    chosen = [module.get_parameter(name) for name in PARTS]
+    assert [get(frozen) for get in (utils.safe_get_local_grad, utils.safe_get_full_fp32_param)] == [None, None]
+    engine.backward(halved_loss(engine, 0, engine.global_rank))
+    gradients = [utils.safe_get_local_grad(p) for p in chosen]
+    engine.step()
+    masters = [utils.safe_get_local_fp32_param(p) for p in chosen]
+    moments = [utils.safe_get_local_optimizer_state(p, "exp_avg") for p in chosen]
+    for p, master in zip(chosen, masters, strict=True):
+        utils.safe_set_local_fp32_param(p, torch.full_like(master, 0.5 + engine.global_rank))
+        utils.safe_set_local_optimizer_state(p, torch.zeros_like(master), "exp_avg")
+    written = whole_weights(engine)
+    engine.backward(halved_loss(engine, 1, engine.global_rank))
+    for p, master in zip(chosen[:2], masters, strict=False):
+        utils.safe_set_local_grad(p, torch.zeros_like(master))
+    utils.safe_update_full_grad_vectorized([chosen[2], frozen], lambda gradient, _: torch.zeros_like(gradient))
+    engine.step()
+    last = [utils.safe_get_local_fp32_param(p) for p in chosen]
+    with pytest.raises(ConfigError, match=f"has {len(last[0])} elements of 0.weight, but the value has 7"):
+        utils.safe_set_local_fp32_param(chosen[0], torch.zeros(7))
+    return gradients, masters, moments, [written[name] for name in PARTS], last
+
+
+@pytest.mark.parametrize("zero", [{"stage": 1}, {"stage": 3}, {"stage": 2, "offload_optimizer": {"device": "cpu"}}])
+def test_each_rank_reads_and_writes_its_part_of_a_parameters_state(run_ranks, zero: dict[str, Any]):
+    model = halved()
+    chosen = [model.get_parameter(name) for name in PARTS]
+    optimizer = torch.optim.AdamW(chosen, lr=1e-3, eps=1e-6, weight_decay=0.01)
+    for replica in range(2):
+        (halved_loss(model, 0, replica) / 2).backward()
+    optimizer.step()
+    first, second = run_ranks(2, read_and_write_parts, zero)
+    for k, p in enumerate(chosen):
+        wanted = p.grad, p.detach(), optimizer.state[p]["exp_avg"]
+        for own, other, right in zip(first[:3], second[:3], wanted, strict=True):
+            assert distance(torch.cat([own[k], other[k]]), right.view(-1)) < 1e-5
+        half = torch.cat([torch.full_like(first[1][k], 0.5), torch.full_like(second[1][k], 1.5)])
+        assert all(torch.equal(written[k].view(-1), half) for written in (first[3], second[3]))
+        # No gradient and no moment: weight decay alone.
+        assert torch.allclose(torch.cat([first[4][k], second[4][k]]), half * (1 - 1e-5), rtol=1e-6)
+    assert 0 < len(first[1][0]) < 3 * WIDTH**2
+
+
+class Skipping(nn.Module):
+    """Builds layers without initial values, which torch does on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.skip_init(nn.Linear, WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.inner = nn.utils.skip_init(nn.TransformerEncoderLayer, WIDTH, 2)
+
+
+def build_skipping() -> list[tuple[int, int]]:
+    with parallel3d.zero.Init():
+        model = Skipping()
+    return [(p.untyped_storage().nbytes(), p.ds_tensor.numel()) for p in model.parameters()]
+
+
+def test_layers_without_initial_values_are_sharded_inside_init(run_ranks):
+    wanted = [(4, -(-p.numel() // 2)) for p in Skipping().parameters()]
+    assert run_ranks(2, build_skipping) == [wanted, wanted]
 
 
 # --- parameters of other modules

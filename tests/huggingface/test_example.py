@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hf_models import load_model
+from warm import run_launcher
 
 ROOT = Path(__file__).parents[2]
 STEPS = 30
@@ -31,12 +30,9 @@ def test_a_model_is_fine_tuned_and_loads(tmp_path: Path, kind: str, full: bool):
         (tmp_path / "text" / name).write_text(text)
     own = ["--text", tmp_path / "text", "--out", out, "--layout", layout, "--steps", STEPS, "--seq", 32, "--batch", 4]
     lora = ["--lora", 4] if kind == "adapters" else []
-    command = ["-m", "parallel3d.launcher", "--num_procs", layout, ROOT / "examples" / "finetune_hf.py", *own, *lora]
-    run = subprocess.run(
-        [sys.executable, *map(str, command)], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    assert run.returncode == 0, run.stderr
-    assert "a sample:" in run.stdout
+    command = ["parallel3d.launcher", "--num_procs", layout, ROOT / "examples" / "finetune_hf.py", *own, *lora]
+    imports = "transformers.models.llama.modeling_llama", "peft"
+    assert "a sample:" in run_launcher(tmp_path, *map(str, command), imports=imports, timeout=300)
     base = load_model(tmp_path / "base")
     tokenizer = AutoTokenizer.from_pretrained(out)
     before = loss_of(base, tokenizer, text)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hf_models import in_double, load_model, make_model, token_ids
+from hf_models import in_double, load_model, make_model, save_model, token_ids
 from reference import distance
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import parallel3d
@@ -126,6 +126,109 @@ def test_adapters_train_in_each_layout_and_continue_in_the_next(run_ranks, tmp_p
         exported = load_model(tmp_path / f"merged{k + 1}").state_dict()
         assert exported.keys() == whole.keys()
         assert all(distance(exported[key], weight) < 1e-8 for key, weight in whole.items()), LAYOUTS[k]
+
+
+def train_from_directory(source: str, out: str, layout: tuple[int, int, int], new: bool) -> tuple[list[Any], float]:
+    """Train the adapters of a directory, or new ones of its model. Return losses and norms, and the part that is trained."""
+    import peft
+
+    torch.manual_seed(9)
+    config = peft.LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM") if new else None
+    stages, tensor_ranks, zero = layout
+    settings = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "train_batch_size": BATCH * MICRO_BATCHES,
+        "optimizer": {"type": "AdamW", "params": ADAM},
+        "zero_optimization": {"stage": zero, "stage3_param_persistence_threshold": 0},
+        "tensor_parallel": {"size": tensor_ranks},
+        "pipeline": {"shapes": "dynamic"},
+    }
+    layers = from_hf(source, torch.float64, peft_config=config)
+    module = PipelineModule(layers, stages, loss_fn=CausalLMLoss(shift=True), config=settings)
+    engine = parallel3d.initialize(model=module, config=settings)[0]
+    save_hf(engine, f"{out}/before")
+    replicas, replica = engine.dp_world_size, engine.get_data_parallel_rank()
+    samples = iter([(ids, ids) for ids in data_of(0)[replica::replicas]])
+    steps = [(float(engine.train_batch(samples)), float(engine.get_global_grad_norm())) for _ in range(STEPS)]
+    save_hf(engine, f"{out}/after")
+    sizes = [(p.requires_grad, getattr(p, "ds_numel", p.numel())) for p in engine.module.parameters()]
+    return steps, sum(size for trains, size in sizes if trains) / sum(size for _, size in sizes)
+
+
+@pytest.mark.parametrize(
+    ("layout", "new"), [((2, 2, 1), False), ((2, 1, 3), False), ((2, 1, 3), True), ((1, 2, 1), True)]
+)
+def test_adapters_train_from_a_directory(run_ranks, tmp_path: Path, layout: tuple[int, int, int], new: bool):
+    peft = pytest.importorskip("peft", reason="peft, of the test extra, is the reference here")
+    model = in_double(save_model(tmp_path / "model", "phi"))
+    source = tmp_path / "model"
+    if not new:
+        source = tmp_path / "adapters"
+        lora = peft.LoraConfig(
+            r=3, target_modules=r".*layers.*(proj|fc1|dense)", task_type="CAUSAL_LM", init_lora_weights=False
+        )
+        peft.get_peft_model(load_model(tmp_path / "model"), lora).save_pretrained(source)
+    ranks = run_ranks(4, train_from_directory, str(source), str(tmp_path), layout, new)
+    before = load_file(tmp_path / "before" / "adapter_model.safetensors")
+    if new:  # as PEFT draws them: B is zero, and A uniform with the standard deviation 1 / sqrt(3 x inputs)
+        for key, weight in before.items():
+            deviation = 0.0 if "lora_B" in key else (3 * weight.shape[1]) ** -0.5
+            assert float(weight.std()) == pytest.approx(deviation, rel=0.3), key
+    else:
+        stored = load_file(source / "adapter_model.safetensors")
+        assert before.keys() == stored.keys()
+        assert all(torch.equal(before[key].float(), weight) for key, weight in stored.items())
+    reference = peft.PeftModel.from_pretrained(
+        model, tmp_path / "before", is_trainable=True, autocast_adapter_dtype=False
+    ).double()
+    wanted = train_on_one(reference, 0)
+    for steps, part in ranks:
+        assert 0 < part < 0.3
+        for found, expected in zip(steps, wanted, strict=True):
+            assert found == pytest.approx(expected, rel=1e-6)
+    reference.save_pretrained(tmp_path / "reference")
+    own, others = (load_file(tmp_path / f / "adapter_model.safetensors") for f in ("after", "reference"))
+    assert own.keys() == others.keys()
+    assert all(distance(own[key], weight) < 1e-8 for key, weight in others.items())
+
+
+@pytest.mark.parametrize("name", ["mixtral", "llama"])
+def test_adapters_that_need_the_models_weights_and_heads_that_are_trained_whole(tmp_path: Path, name: str):
+    """Experts, which transformers converts; PiSSA, which is made of the weights; and a copy of the head."""
+    import peft
+
+    model = save_model(tmp_path, name)
+    settings = {"init_lora_weights": "pissa"} if name == "mixtral" else {"modules_to_save": ["lm_head"]}
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **settings)
+    module = PipelineModule(from_hf(tmp_path, peft_config=lora), num_stages=1)
+    with torch.no_grad():
+        torch.testing.assert_close(module.eval()(PROMPT), model(PROMPT).logits, rtol=1e-4, atol=1e-4)
+    trained = {name.rpartition("lora_")[2] for name, p in module.named_parameters() if p.requires_grad}
+    assert {"A.default.weight", "B.default.weight"} <= trained
+    assert len(trained) == (2 if name == "mixtral" else 3)
+
+
+def test_directories_of_adapters_that_can_not_be_loaded(tmp_path: Path):
+    import peft
+
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    save_model(tmp_path / "model", "llama")
+    model = peft.get_peft_model(load_model(tmp_path / "model"), lora)
+    model.save_pretrained(tmp_path / "adapters")
+    with pytest.raises(ConfigError, match="has adapters, and peft_config asks for new ones; leave peft_config out"):
+        from_hf(tmp_path / "adapters", peft_config=lora)
+    with pytest.raises(ConfigError, match="weights can't be given"):
+        from_hf(tmp_path / "model", peft_config=lora, weights=False)
+    with pytest.raises(ConfigError, match="peft_config is for directories"):
+        from_hf(model, peft_config=lora)
+    save_file(
+        {"base_model.model.other.lora_A.weight": torch.ones(2, 2)}, tmp_path / "adapters" / "adapter_model.safetensors"
+    )
+    with pytest.raises(CheckpointError, match=r"don't fit their model; .*q_proj.lora_A.weight.*other.lora_A.weight"):
+        from_hf(tmp_path / "adapters")
+    (tmp_path / "model").rename(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"base_model_name_or_path is '.*/model', and no model is there; correct it"):
+        from_hf(tmp_path / "adapters")
 
 
 def test_adapters_are_saved_and_merged_by_peft_s_own_rules(tmp_path: Path):

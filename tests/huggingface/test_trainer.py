@@ -19,6 +19,7 @@ CONFIGS: dict[str, dict[str, Any] | None] = {
     "ddp": None,
     "stage 0": configuration({"stage": 0}),
     "stage 1": configuration({"stage": 1}),
+    "stage 1, autotp": configuration({"stage": 1}, tensor_parallel={"autotp_size": 2}),
     "stage 2, offload": configuration({"stage": 2, "offload_optimizer": CPU}),
     "stage 3": configuration({"stage": 3}),
     "stage 3, offload": configuration({"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}),

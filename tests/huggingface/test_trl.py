@@ -20,7 +20,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_job(tmp_path_factory.mktemp("trl"), "trl_runs", CONFIGS)
 
 
-@pytest.mark.parametrize("kind", ["sft", "lora", "dpo"])
+@pytest.mark.parametrize("kind", ["sft", "lora", "dpo", "grpo"])
 @pytest.mark.parametrize("name", ["stage 2", "stage 3"])
 def test_a_training_is_that_of_ddp(found: dict[str, Any], kind: str, name: str):
     own, wanted = found[f"{kind}, {name}"], found[f"{kind}, ddp"]

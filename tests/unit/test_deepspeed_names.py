@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -23,7 +24,11 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.launcher.runner import DEEPSPEED_ENVIRONMENT_NAME
 from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.aio import AsyncIOBuilder
+from deepspeed.runtime.zero import GatheredParameters, unwrap_model_for_generation
+from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.utils import ZeRORuntimeException
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -61,8 +66,22 @@ assert (layer.weight.device.type, layer.weight.dtype) == ("meta", torch.bfloat16
 assert torch.get_default_dtype() == torch.float32
 groups = split_params_into_different_moe_groups_for_optimizer({{"params": [layer.weight]}})
 assert groups == [{{"params": [layer.weight]}}]
+assert deepspeed.ops.__compatible_ops__[AsyncIOBuilder.NAME], "offload to NVMe needs no operator"
+assert DeepSpeedZeroOffloadOptimizerConfig(device=OffloadDeviceEnum.cpu).device == "cpu"
+assert issubclass(ZeRORuntimeException, ValueError)
 see_memory_usage("before", force=True)
-for absent in (MoE, UlyssesSPAttentionHF, _get_sequence_parallel_world_size):
+from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.profiling.flops_profiler import get_model_profile
+from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
+from deepspeed.runtime.zero import GatheredParameters, register_external_parameter
+from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_live as estimate
+from deepspeed.utils import OnDevice, groups, instrument_w_nvtx, safe_get_local_grad, set_z3_leaf_modules_by_name
+from deepspeed.zero import ZeroParamStatus as Status
+assert GatheredParameters is parallel3d.zero.GatheredParameters and Status is ZeroParamStatus
+assert OnDevice is deepspeed.OnDevice and deepspeed.tp_model_init is parallel3d.tp_model_init
+assert instrument_w_nvtx(len)([1, 2]) == 2
+deepspeed.comm.log_summary()
+for absent in (MoE, UlyssesSPAttentionHF, groups._get_sequence_parallel_world_size, estimate):
     assert not isinstance(layer, absent)
     try:
         absent(4)
@@ -73,7 +92,18 @@ for absent in (MoE, UlyssesSPAttentionHF, _get_sequence_parallel_world_size):
 row = torch.arange(6.0)[2:4]
 [kept] = clone_tensors_for_torch_save([row])
 assert kept.equal(row) and kept.untyped_storage().nbytes() == 8
-for wrong in ("import deepspeed.nowhere", "from deepspeed import nowhere", "deepspeed.nowhere"):
+import deepspeed.runtime.pipe.schedule as schedule
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from deepspeed.runtime.utils import partition_balanced, partition_uniform
+assert deepspeed.runtime.engine.DeepSpeedEngine is DeepSpeedEngine
+assert [len(step) for step in schedule.TrainSchedule(1, 1, 0)] == [2, 4]
+assert partition_balanced([5, 1, 1, 1, 2], 2) == [0, 1, 5] and partition_balanced([2, 1], 3) == [0, 1, 2, 2]
+assert partition_uniform(6, 3) == [0, 2, 4, 6] and partition_uniform(2, 3) == [0, 1, 2, 2]
+try:
+    deepspeed.initialize(model=None, config={{}}, dist_init_required=True)
+except AssertionError as error:
+    assert "model is a NoneType" in str(error), error
+for wrong in ("import deepspeed.nowhere", "deepspeed.runtime.nowhere", "from deepspeed import nowhere", "deepspeed.nowhere"):
     try:
         exec(wrong)
     except (ImportError, AttributeError) as error:
@@ -89,6 +119,31 @@ def test_all_imports_are_the_packages_own_modules(tmp_path: Path):
         assert wheel.testzip() is None
     code = IMPORTS.format(site=str(tmp_path / "site"), version=VERSION)
     [ended] = run_codes(code, tmp_path / "run", [{}])
+    assert ended.returncode == 0, ended.stderr
+
+
+FIRST_IMPORTS = """
+import sys
+import parallel3d
+assert "torch" not in sys.modules
+from parallel3d.ops.adam import FusedAdam
+from parallel3d.utils import log_dist
+from parallel3d.runtime.lr_schedules import WarmupLR
+import parallel3d.arguments, parallel3d.utils.zero_to_fp32
+import parallel3d.checkpointing, parallel3d.deepspeed.ops.adam as own
+assert parallel3d.ops.adam is own and parallel3d.checkpointing is parallel3d.deepspeed.checkpointing
+assert own.__name__ == own.__spec__.name == "parallel3d.deepspeed.ops.adam"
+try:
+    import parallel3d.nowhere
+except ModuleNotFoundError as error:
+    assert "parallel3d.nowhere" in str(error)
+else:
+    raise AssertionError("nowhere")
+"""
+
+
+def test_modules_by_deepspeeds_paths_are_found_before_anything_else_is_imported():
+    ended = subprocess.run([sys.executable, "-c", FIRST_IMPORTS], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
 
 

@@ -31,9 +31,10 @@ SEQUENCES = [
     ({"initial_scale_power": 4, "hysteresis": 2}, "x.x.x", [16, 16, 8, 8, 4]),
     # Unless hysteresis is consecutive: only overflows in a row count.
     ({"initial_scale_power": 4, "hysteresis": 2, "consecutive_hysteresis": True}, "x.x.xx", [16, 16, 16, 16, 16, 8]),
-    # loss_scale_window steps after the last overflow, and after as many more, the scale doubles and lives are restored.
-    ({"initial_scale_power": 4, "loss_scale_window": 3}, "......", [16, 16, 32, 32, 32, 64]),
-    ({"initial_scale_power": 4, "loss_scale_window": 3}, "x...xx", [16, 16, 16, 32, 32, 16]),
+    # In the step after loss_scale_window ones without an overflow, and after as many more, the scale doubles and lives are
+    # restored.
+    ({"initial_scale_power": 4, "loss_scale_window": 3}, ".......", [16, 16, 16, 32, 32, 32, 64]),
+    ({"initial_scale_power": 4, "loss_scale_window": 3}, "x....xx", [16, 16, 16, 16, 32, 32, 16]),
     # Not below the minimum.
     ({"initial_scale_power": 3, "hysteresis": 1, "min_loss_scale": 3}, "xx", [4, 3]),
     # A static scale never moves.
@@ -49,7 +50,7 @@ def test_the_scale_after_each_step(settings: dict[str, Any], overflows: str, exp
 def test_the_defaults_are_deepspeeds():
     scaler = LossScaler(Fp16Config(enabled=True))
     assert scaler.cur_scale == 2**16
-    for _ in range(999):
+    for _ in range(1000):
         scaler.update(False)
     assert scaler.cur_scale == 2**16
     scaler.update(False)

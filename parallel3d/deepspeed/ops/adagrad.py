@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from parallel3d.deepspeed.ops.named import OptimizerName
 from parallel3d.optim.optimizers import Parameters, build_optimizer
 
 
+@OptimizerName.of(torch.optim.Adagrad)
 def DeepSpeedCPUAdagrad(
     model_params: Parameters,
     lr: float = 1e-2,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from parallel3d.deepspeed.ops.named import OptimizerName
 from parallel3d.optim.optimizers import Parameters, build_optimizer
 
 
+@OptimizerName.of(torch.optim.Adam, torch.optim.AdamW)
 def DeepSpeedCPUAdam(
     model_params: Parameters,
     lr: float = 1e-3,
@@ -35,6 +37,7 @@ def DeepSpeedCPUAdam(
     return build_optimizer("Adam", model_params, params)
 
 
+@OptimizerName.of(torch.optim.Adam, torch.optim.AdamW)
 def FusedAdam(
     params: Parameters,
     lr: float = 1e-3,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from parallel3d.deepspeed.ops.named import OptimizerName
+from parallel3d.optim.lion import Lion
 from parallel3d.optim.optimizers import Parameters, build_optimizer
 
 
+@OptimizerName.of(Lion)
 def DeepSpeedCPULion(
     params: Parameters,
     lr: float = 1e-3,
@@ -19,6 +22,7 @@ def DeepSpeedCPULion(
     return build_optimizer("Lion", params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, **own})
 
 
+@OptimizerName.of(Lion)
 def FusedLion(
     params: Parameters,
     lr: float = 1e-3,

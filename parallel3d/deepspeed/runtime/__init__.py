@@ -3,11 +3,14 @@
 from importlib import import_module
 from typing import Any
 
+from parallel3d.deepspeed.aliases import ELSEWHERE
 from parallel3d.deepspeed.runtime import utils
 
 
 def __getattr__(name: str) -> Any:
-    """Import `zero` when it is used, because it takes long."""
-    if name != "zero":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module(f"{__name__}.zero")
+    """Import a module when it is used: DeepSpeed has imported each, here they take long."""
+    place = ELSEWHERE.get(f"runtime.{name}", f"deepspeed.runtime.{name}")
+    try:
+        return import_module(f"parallel3d.{place}")
+    except ModuleNotFoundError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None

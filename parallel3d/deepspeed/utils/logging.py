@@ -10,6 +10,17 @@ from parallel3d.comm.environment import get_rank, is_initialized
 logger = logging.getLogger("parallel3d")
 
 
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    """Set the level of a logger, by default the package's, and of its handlers.
+
+    log_level_str: "debug", "info", "warning", "error" or "critical". Raises ValueError for another word.
+    """
+    chosen = custom_logger or logger
+    chosen.setLevel(log_level_str.upper())
+    for handler in chosen.handlers:
+        handler.setLevel(log_level_str.upper())
+
+
 def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
     """Log `message` on these ranks: on all for [-1] and before init_distributed, on none for None or [].
 

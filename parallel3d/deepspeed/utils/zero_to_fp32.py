@@ -21,6 +21,15 @@ from parallel3d.errors import CheckpointError
 
 Location = str | os.PathLike[str]
 
+# Saved beside checkpoints.
+SCRIPT = '''"""Writes the fp32 weights of a checkpoint in this directory: `python zero_to_fp32.py . OUTPUT_DIR`."""
+
+from parallel3d.deepspeed.utils.zero_to_fp32 import *
+
+if __name__ == "__main__":
+    main()
+'''
+
 
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: Location, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
@@ -97,7 +106,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--safe_serialization", action="store_true", help="write safetensors instead of pickles")
     parser.add_argument("-t", "--tag", help="tag of the checkpoint (default: the one that the file `latest` names)")
     parser.add_argument("--exclude_frozen_parameters", action="store_true")
-    convert_zero_checkpoint_to_fp32_state_dict(**vars(parser.parse_args(argv)))
+    parser.add_argument("-d", "--debug", action="store_true", help="a flag of DeepSpeed's; it changes nothing here")
+    options = vars(parser.parse_args(argv))
+    del options["debug"]
+    convert_zero_checkpoint_to_fp32_state_dict(**options)
 
 
 if __name__ == "__main__":

@@ -102,6 +102,51 @@ def whole_state_dict(module: PipelineModule, exclude_frozen_parameters: bool = F
     return output.state if module.groups.rank == 0 else None
 
 
+def whole_module_state(
+    module: nn.Module, groups: ProcessGroups, exclude_frozen_parameters: bool = False
+) -> dict[str, Tensor] | None:
+    """Return the state_dict of a module that each replica holds, in host memory on rank 0; None elsewhere.
+
+    Weights that live as shards are gathered module by module, and the parts of tensor-parallel ranks put together. Collective.
+    """
+    contributes = groups.coordinate("data") == 0
+    slicings = {name: slicing_of(p) for name, p in module.named_parameters(remove_duplicate=False)}
+    everyone = all_gather_object(slicings if contributes else {}, groups.control)
+    frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
+    state: dict[str, Tensor] = {}
+    for path, submodule in module.named_modules():
+        with GatheredParameters(submodule.parameters(recurse=False)):
+            own: dict[str, Tensor] = {}
+            if contributes:
+                submodule._save_to_state_dict(own, f"{path}." if path else "", keep_vars=True)
+            for name, tensor in own.items():
+                if not (exclude_frozen_parameters and name in frozen):
+                    parts = {rank: everyone[rank].get(name) for rank in groups.model.ranks}
+                    _put_together(state, name, tensor.detach(), parts, groups)
+    return state if groups.rank == 0 else None
+
+
+def _put_together(
+    state: dict[str, Tensor], name: str, own: Tensor, slicings: Mapping[int, Slicing | None], groups: ProcessGroups
+) -> None:
+    """Set a whole tensor on rank 0 of the parts that tensor-parallel ranks hold, given what part of it each has."""
+    mine = slicings[groups.rank]
+    if groups.rank != 0:
+        if mine is not None:
+            send_bytes(own, 0, groups.control)
+        return
+    if mine is None:
+        state[name] = own.cpu().clone()
+        return
+    sizes = [mine.size if dim == mine.dim else size for dim, size in enumerate(own.shape)]
+    state[name] = torch.empty(sizes, dtype=own.dtype, device="cpu")
+    for rank, slicing in slicings.items():
+        assert slicing is not None
+        shape = [slicing.length if dim == slicing.dim else size for dim, size in enumerate(sizes)]
+        part = own.cpu() if rank == 0 else receive_bytes(shape, own.dtype, rank, groups.control)
+        slicing.write(state[name], part)
+
+
 @dataclass(frozen=True)
 class _StateDict:
     """A state_dict as the output of an export."""

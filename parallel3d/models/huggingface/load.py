@@ -13,15 +13,19 @@ import torch
 from torch import nn
 
 from parallel3d.config.files import parse_json, read_mapping
+from parallel3d.config.load import Source, load_sections
 from parallel3d.errors import ConfigError
 from parallel3d.models.config import DecoderConfig
 from parallel3d.models.decoder import decoder
+from parallel3d.models.huggingface.adapted import load_adapted
 from parallel3d.models.huggingface.config import family_of, parse
 from parallel3d.models.huggingface.meta import load_wrapped
 from parallel3d.models.huggingface.names import all_stored, names_of
 from parallel3d.models.huggingface.weights import HEAD, Weights, check_weights, download_of, open_directory
 from parallel3d.models.huggingface.wrap import wrap
 from parallel3d.specs import LayerSpec
+
+ADAPTERS = "adapter_config.json"
 
 
 def from_hf(
@@ -30,49 +34,86 @@ def from_hf(
     tied: bool | None = None,
     weights: bool = True,
     ignore: Collection[str] = (),
-    units: Literal["block", "half"] = "block",
+    units: Literal["block", "half"] | None = None,
+    config: Source = None,
+    peft_config: Any = None,
 ) -> list[LayerSpec]:
-    """Return the layers of a model for a PipelineModule: token ids [batch, seq] -> logits [batch, seq, vocab].
+    """Return the layers for a PipelineModule: token ids or TokenEmbedding's inputs [batch, seq] -> logits [batch, seq, vocab].
 
-    The inputs are those of TokenEmbedding.
-
-    - source: a directory with config.json and safetensors, from which each rank reads only what it builds; the name of a model
-      of the Hugging Face hub that is in the local cache; or a model made by transformers. The architectures of FAMILIES become
-      the native decoder. Any other, and a PeftModel with LoRA, keeps its own layers (`wrap`).
+    - source: a directory with config.json and safetensors, of which a rank reads what it builds; the name of a hub's model in
+      the local cache; or a model of transformers. Architectures of FAMILIES become the native decoder; others, and a PeftModel
+      with LoRA, keep their own layers (`wrap`). A directory of adapters is the model that they name, with them to train.
     - dtype: of the weights; None for torch's default one, "auto" for the stored one.
-    - tied: whether the head shares the embedding's weight; None for what the config says. Of native decoders alone.
     - weights: False to start from new weights; a directory then needs config.json alone.
-    - ignore: unknown keys of the config that are accepted. Of native decoders alone.
-    - units: what a stage holds a whole number of, see `decoder`. Of native decoders alone.
+    - tied, units, ignore: of native decoders alone: whether the head shares the embedding's weight (None: as the config says);
+      see `decoder` (None: pipeline.units of `config`, the training's configuration); unknown keys that are accepted.
+    - peft_config: a LoraConfig, to train new adapters of a directory's model, drawn with the same seed on all ranks.
 
-    Raises ConfigError for a config.json that can't be read, an unknown architecture or key, CheckpointError for tensors that
-    are missing, too many or misshapen.
+    Raises ConfigError, and CheckpointError for tensors that are missing, too many or misshapen.
     """
+    units = units or load_sections(config, "pipeline").pipeline.units
+    directory = None if isinstance(source, nn.Module) else find_directory(source) or Path(source)
+    if peft_config is not None or (directory is not None and (directory / ADAPTERS).is_file()):
+        return _adapted(directory, dtype, peft_config, {"weights": None if weights else False}, tied, ignore, units)
     if isinstance(source, nn.Module):
         raw = _config_of(source)
         if family_of(raw) is None or hasattr(source, "peft_config"):
             _refuse_for_wrapping({"dtype": dtype, "weights": None if weights else False}, tied, ignore, units)
             return wrap(source)
-        family, config = parse(raw, ignore)
+        family, sizes = parse(raw, ignore)
         stored = Weights(source.state_dict()) if weights else None
-        where = type(source).__name__
     else:
-        directory = find_directory(source) or Path(source)
+        assert directory is not None
         raw = dict(read_mapping(directory / "config.json", parse_json))
         try:
             if family_of(raw) is None:
                 _refuse_for_wrapping({}, tied, ignore, units)
-                wanted = _dtype(raw) if dtype == "auto" else dtype
-                return wrap(*load_wrapped(directory, wanted or torch.get_default_dtype(), weights))
-            family, config = parse(raw, ignore)
+                return wrap(*load_wrapped(directory, _wanted(raw, dtype), weights))
+            family, sizes = parse(raw, ignore)
         except ConfigError as error:
             raise ConfigError(f"{directory / 'config.json'}: {error}") from None
         stored = open_directory(directory, family.base) if weights else None
-        where = str(directory)
-    config = replace(_tie(config, tied, stored, where), huggingface=raw)
+    sizes = replace(_checked(sizes, tied, stored, str(directory or type(source).__name__)), huggingface=raw)
+    return decoder(sizes, _dtype(raw) if dtype == "auto" else dtype, stored, units)
+
+
+def _checked(sizes: DecoderConfig, tied: bool | None, stored: Weights | None, where: str) -> DecoderConfig:
+    """Return the sizes with what is known of the tie. Raises CheckpointError for weights that aren't the model's."""
+    sizes = _tie(sizes, tied, stored, where)
     if stored is not None:
-        check_weights(stored, all_stored(config), config.tied, where)
-    return decoder(config, _dtype(raw) if dtype == "auto" else dtype, stored, units)
+        check_weights(stored, all_stored(sizes), sizes.tied, where)
+    return sizes
+
+
+def _adapted(
+    directory: Path | None, dtype: torch.dtype | Literal["auto"] | None, peft_config: Any, *others: Any
+) -> list[LayerSpec]:
+    """Return the layers of a directory's model with new adapters, or of the model whose adapters the directory has.
+
+    others: further arguments, for _refuse_for_wrapping.
+    """
+    _refuse_for_wrapping(*others)
+    if directory is None:
+        raise ConfigError("peft_config is for directories; give a model to peft.get_peft_model, and its result here")
+    adapters, model = peft_config, directory
+    if (directory / ADAPTERS).is_file():
+        if peft_config is not None:
+            raise ConfigError(f"{directory} has adapters, and peft_config asks for new ones; leave peft_config out")
+        base = read_mapping(directory / ADAPTERS, parse_json).get("base_model_name_or_path")
+        found = find_directory(base) if isinstance(base, str) else None
+        if found is None:
+            raise ConfigError(
+                f"{directory / ADAPTERS}: base_model_name_or_path is {base!r}, and no model is there; correct it, or load "
+                "the model and give peft.PeftModel.from_pretrained(model, ..., is_trainable=True)"
+            )
+        adapters, model = directory, found
+    raw = read_mapping(model / "config.json", parse_json)
+    return wrap(*load_adapted(model, _wanted(raw, dtype), adapters))
+
+
+def _wanted(raw: Mapping[str, Any], dtype: torch.dtype | Literal["auto"] | None) -> torch.dtype:
+    """Return the dtype of weights that is asked for. raw: the model's config.json."""
+    return (_dtype(raw) if dtype == "auto" else dtype) or torch.get_default_dtype()
 
 
 def find_directory(source: str | Path) -> Path | None:

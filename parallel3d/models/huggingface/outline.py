@@ -64,7 +64,7 @@ class Outline:
         pipeline can't send.
         """
         name = type(model).__name__
-        base, _, layers = _list_of_layers(model).rpartition(".")
+        base, _, layers = list_of_layers(model).rpartition(".")
         failures = []
         for in_tuples in (False, True):
             try:
@@ -85,7 +85,7 @@ class _Unfit(Exception):
     """Raised for a model that can't be split. The text follows the model's name."""
 
 
-def _list_of_layers(model: nn.Module) -> str:
+def list_of_layers(model: nn.Module) -> str:
     """Return the name of the one list that has as many modules as the model has layers."""
     hf: Any = model
     number = getattr(hf.config.get_text_config(), "num_hidden_layers", None)

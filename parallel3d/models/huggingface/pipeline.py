@@ -30,7 +30,7 @@ class HuggingFacePipeline(PipelineModule):
     """
 
     def __init__(self, model: nn.Module, config: Mapping[str, Any]):
-        replace_tensors(model, _whole)
+        gather_whole(model)
         if getattr(getattr(model, "config", None), "output_router_logits", False):
             raise ConfigError(
                 "the router's loss isn't computed in a pipeline; set model.config.output_router_logits = False"
@@ -73,8 +73,12 @@ class HuggingFacePipeline(PipelineModule):
         return self._prefixes[layer] + name.partition(".")[2]
 
 
+def gather_whole(model: nn.Module) -> None:
+    """Make weights whole again that transformers has sharded over all ranks while it built the model (ZeRO-3)."""
+    replace_tensors(model, _whole)
+
+
 def _whole(tensor: Tensor) -> Tensor:
-    """Return a weight, whole again if transformers has sharded it over all ranks while it built the model (ZeRO-3)."""
     if not isinstance(tensor, nn.Parameter) or is_whole(tensor):
         return tensor
     with GatheredParameters(tensor):

@@ -46,6 +46,10 @@ class Weights:
         if other in self._tensors:
             self._tensors.setdefault(name, self._tensors[other])
 
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Add a tensor, or replace that of this name."""
+        self._tensors[name] = tensor
+
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of a tensor along dim; nothing else is read from a file."""
         part: Tensor = self._tensors[name][(slice(None),) * dim + (slice(start, stop),)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import networkx as nx
@@ -66,7 +66,7 @@ class Cluster:
     (bytes a second in each direction, as sustained), `latency` (seconds) and `kind` ("nvlink", "pcie", "nic", "network");
     where one message alone reaches less than all channels of a collective, also `message_bandwidth`.
     overlap: factor by which compute is slower while a collective runs beside it; collective_seconds: seconds of any collective
-    beyond its messages, to start on all ranks and to end.
+    beyond its messages, to start on all ranks and to end. reserve: share of each device's memory that `gpus` leave out.
     """
 
     name: str
@@ -74,6 +74,12 @@ class Cluster:
     graph: nx.Graph
     overlap: float = 1.0
     collective_seconds: float = 0.0
+    reserve: float = 0.0
+
+    def with_reserve(self, share: float) -> Cluster:
+        """Return the cluster with this share of each device's memory kept free."""
+        devices = {d: replace(d, memory=int(d.memory * (1.0 - share))) for d in {gpu.device for gpu in self.gpus}}
+        return replace(self, gpus=tuple(replace(gpu, device=devices[gpu.device]) for gpu in self.gpus), reserve=share)
 
 
 @lru_cache(1 << 16)

@@ -11,7 +11,8 @@ import networkx as nx
 from markupsafe import Markup
 
 from parallel3d.planner.cluster.cluster import natural
-from parallel3d.planner.report.drawing import MEMORY_UNITS, WIDTH, colours_of, duration, place_legend, render, unit_of
+from parallel3d.planner.formats import MEMORY_UNITS, duration, unit_of
+from parallel3d.planner.report.drawing import WIDTH, colours_of, place_legend, render
 from parallel3d.planner.search.result import LinkLoad, PlanResult, Prediction
 from parallel3d.schedule.draw import ticks
 

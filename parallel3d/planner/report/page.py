@@ -6,6 +6,7 @@ import base64
 import json
 import re
 import zlib
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -13,10 +14,12 @@ from pathlib import Path
 from markupsafe import Markup
 
 from parallel3d.planner.cluster.cluster import natural
+from parallel3d.planner.formats import duration, memory
 from parallel3d.planner.report.charts import breakdown_chart, memory_chart, topology_chart, trade_off_chart
 from parallel3d.planner.report.drawing import render
-from parallel3d.planner.report.timeline import as_timeline, columns, timeline_chart
-from parallel3d.planner.search.result import PlanResult, Prediction
+from parallel3d.planner.report.scripts import launch_scripts
+from parallel3d.planner.report.timeline import as_timeline, columns, timeline_chart, what_is_drawn
+from parallel3d.planner.search.result import FULL, PlanResult, Prediction
 from parallel3d.schedule.builders import placement_of
 
 # Rows of the page's tables; JSON has all. A browser is still quick with them, and the page small.
@@ -44,7 +47,7 @@ def drawings(result: PlanResult) -> dict[str, str]:
     found: dict[str, str] = {}
     for winner in result.best[:1]:
         if result.timeline:
-            found["timeline.svg"] = timeline_chart(as_timeline(result.timeline, winner.stages), winner.layout)
+            found["timeline.svg"] = timeline_chart(as_timeline(result.timeline, winner.stages), winner)
         found["memory.svg"] = memory_chart(winner, _stage_names(result, winner), standalone=True)
     trade_off = trade_off_chart(result, standalone=True)
     return found if trade_off is None else {**found, "trade_off.svg": trade_off}
@@ -58,7 +61,8 @@ def html_page(result: PlanResult) -> str:
     """
     ranked = result.best[:_MOST_RANKED]
     details = [_details(result, prediction) for prediction in ranked]
-    drawn = columns(as_timeline(result.timeline, ranked[0].stages)) if ranked and result.timeline else None
+    timeline = as_timeline(result.timeline, ranked[0].stages) if ranked and result.timeline else None
+    drawn = None if timeline is None else columns(timeline)
     places = sorted(result.map[:_MOST_PLACES], key=lambda place: natural(place.host))
     links = sorted(result.links, key=lambda link: -link.seconds)
     data = json.dumps({"details": details, "timeline": drawn}, separators=(",", ":"), ensure_ascii=False).encode()
@@ -71,10 +75,13 @@ def html_page(result: PlanResult) -> str:
         gpus=sorted({place.gpu for place in result.map}),
         cut_places=_MOST_PLACES if len(result.map) > _MOST_PLACES else None,
         details=details[0] if details else None,
+        drawn="" if timeline is None else what_is_drawn(timeline, ranked[0]),
+        full=[p for p in ranked if p.fullest * (1.0 - result.reserve) > FULL],
         trade_off=trade_off_chart(result),
         topology=topology_chart(links, ranked[0].seconds) if links and ranked else None,
         links=links[:_MOST_LINKS],
         config=_indented(result.config),
+        scripts=launch_scripts(result, "config.json"),
         # In letters that HTML leaves alone: 200,000 instructions of a timeline in under 2 MB.
         data=base64.b64encode(zlib.compress(data)).decode(),
     )
@@ -91,7 +98,16 @@ def _details(result: PlanResult, prediction: Prediction) -> Markup:
         memory=memory_chart(prediction, names),
         placement=placement_of(prediction.placement, prediction.stages, prediction.chunks),
         layers=result.halves if prediction.units == "half" else result.layers,
+        differences=[] if prediction is result.best[0] else list(differences(prediction, result.best[0])),
     )
+
+
+def differences(this: Prediction, winner: Prediction) -> Iterator[tuple[str, str, str, str]]:
+    """Yield (what, of this layout, of the winner, difference) for the step, its parts and the peak memory."""
+    rows: list[tuple[str, Callable[[float], str], float, float]] = [("step", duration, this.seconds, winner.seconds)]
+    rows += [(name, duration, this.breakdown[name], winner.breakdown[name]) for name in this.breakdown]
+    for name, shown, mine, its in (*rows, ("peak memory", memory, this.peak, winner.peak)):
+        yield name, shown(mine), shown(its), ("-" if mine < its else "+") + shown(abs(mine - its))
 
 
 def _stage_names(result: PlanResult, prediction: Prediction) -> list[str]:

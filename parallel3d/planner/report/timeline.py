@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from parallel3d.planner.report.drawing import WIDTH, duration, place_legend, render
-from parallel3d.planner.search.result import TimelineSpan
+from parallel3d.planner.formats import duration
+from parallel3d.planner.report.drawing import WIDTH, place_legend, render
+from parallel3d.planner.search.result import Prediction, TimelineSpan
 from parallel3d.schedule import draw
 from parallel3d.schedule.instructions import Instruction, Op
 from parallel3d.schedule.timing import Span, Timeline
@@ -77,10 +78,20 @@ def _both_ends(timeline: Timeline, limit: int) -> tuple[list[Span], tuple[float,
     return kept, (edge, full - edge, len(timeline.spans) - limit)
 
 
-def timeline_chart(timeline: Timeline, name: str) -> str:
+def what_is_drawn(timeline: Timeline, prediction: Prediction) -> str:
+    """Say which part of the predicted step the timeline is: all of its pipeline, or the first micro-batches."""
+    drawn = 1 + max((s.instruction.micro_batch for s in timeline.spans), default=-1)
+    shown, step = duration(timeline.makespan), duration(prediction.seconds)
+    if drawn < prediction.micro_batches:
+        return f"the first {drawn} of {prediction.micro_batches} micro-batches, {shown}; the step takes {step}"
+    return f"{shown} of the step's {step}; the optimizer's {duration(prediction.breakdown['optimizer'])} follow"
+
+
+def timeline_chart(timeline: Timeline, prediction: Prediction) -> str:
     """Draw labelled boxes with titles, or, of more than 6,000 spans, the compute alone as bare bars."""
+    name, note = prediction.layout, what_is_drawn(timeline, prediction)
     if len(timeline.spans) <= _LABELLED:
-        return draw.svg({name: timeline}, {name: "s"})
+        return draw.svg({name: timeline}, {name: "s"}, notes={name: note})
     left, lane = 70, max(5.0, min(24.0, 1200 / timeline.num_ranks))
     pixels = (WIDTH - left - 20) / (timeline.makespan or 1.0)
     bottom = 34 + lane * timeline.num_ranks
@@ -88,7 +99,7 @@ def timeline_chart(timeline: Timeline, name: str) -> str:
     legend, below = place_legend({draw.NAMES[op]: first for op, (first, *_) in colours.items()}, left, bottom + 42)
     return render(
         "timeline.jinja",
-        label=f"{name}: {duration(timeline.makespan)}, bubble {timeline.bubble:.1%}",
+        label=f"{name}: {note}",
         ticks=[(left + pixels * tick, duration(tick)) for tick in draw.ticks(0, timeline.makespan)],
         num_stages=timeline.num_ranks,
         bars=_paths(timeline, 10 * pixels),

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -17,10 +16,10 @@ from parallel3d.errors import ConfigError, nearest
 from parallel3d.models import DecoderConfig, causal_lm_loss, decoder, from_hf
 from parallel3d.models.huggingface.load import find_directory, sizes_of
 from parallel3d.models.user_model import load_subject
+from parallel3d.planner.search.presets import PRESETS
 from parallel3d.specs import Layer, LayerSpec
 
-_MODELS = yaml.safe_load(Path(__file__).with_name("models.yaml").read_text(encoding="utf-8"))["models"]
-MODELS: Mapping[str, DecoderConfig] = {name: DecoderConfig(**sizes) for name, sizes in _MODELS.items()}
+MODELS: Mapping[str, DecoderConfig] = {name: DecoderConfig(**sizes) for name, sizes in PRESETS.items()}
 _MOST_TOKENS = 2**24  # of a sample
 # Default configuration of a training.
 DEFAULTS: Mapping[str, Any] = {

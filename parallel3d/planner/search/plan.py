@@ -161,6 +161,8 @@ class Planner:
             lacking=lacking,
             considered=len(self.space),
             simulated=len(search.candidates),
+            reserve=question.cluster.reserve,
+            on_gpus=not on_cpus(question.cluster),
         )
 
 
@@ -171,9 +173,13 @@ def possible_tensor_ranks(gpus: int) -> list[int]:
 
 def profile_of(model: PlannedModel, cluster: Cluster, config: Config) -> ModelProfile:
     """Return the profile of the model on the cluster's kind of device, under a configuration."""
-    on_cpu = all(gpu.device.name == "cpu" for gpu in cluster.gpus)
     inputs, labels = model.sample(1)
-    return ModelProfile(model.layers, inputs, labels, model.loss_fn, config, "cpu" if on_cpu else "cuda")
+    return ModelProfile(model.layers, inputs, labels, model.loss_fn, config, "cpu" if on_cpus(cluster) else "cuda")
+
+
+def on_cpus(cluster: Cluster) -> bool:
+    """Whether the cluster's devices are processes on CPUs."""
+    return all(gpu.device.name == "cpu" for gpu in cluster.gpus)
 
 
 def _recorded(span: Span) -> TimelineSpan:
@@ -210,7 +216,7 @@ def prediction_of(predictor: Predictor, step: StepPrediction) -> Prediction:
     layout, seconds = step.layout, step.seconds
     gpus, samples = predictor.network.cluster.gpus, layout.micro_batch * layout.micro_batches * layout.replicas
     low, high = predictor.calibration.interval(seconds)
-    peak = sum(gpus[place].device.peak_flops for place in step.split.links.ranks.ravel())
+    peak, parts = sum(gpus[place].device.peak_flops for place in step.split.links.ranks.ravel()), step.breakdown()
     # A backward is twice a forward, whatever attention recomputes.
     flops = 3 * samples * sum(layer.forward.flops for layer in predictor.profile(layout.units).layers())
     return Prediction(
@@ -221,9 +227,9 @@ def prediction_of(predictor: Predictor, step: StepPrediction) -> Prediction:
         high=high,
         tokens_per_second=samples * predictor.model.seq / seconds,
         mfu=flops / seconds / peak,
-        bubble=step.bubble,
+        bubble=parts["bubble"] / seconds,
         exposed_communication=step.exposed,
-        breakdown=step.breakdown(),
+        breakdown=parts,
         bounds=step.split.bounds,
         memory=step.memory,
     )

@@ -7,6 +7,7 @@ from math import ceil, log2
 
 import numpy as np
 
+from parallel3d.planner.formats import duration
 from parallel3d.planner.network.placement import Grid
 from parallel3d.planner.predict.costs import StepPrediction, fullness_of
 from parallel3d.planner.search.result import Prediction, Rejected, StageMemory
@@ -38,7 +39,7 @@ def why_not(search: BranchAndBound, shown: Sequence[Prediction]) -> tuple[Reject
 
 def _why(evaluated: StepPrediction | OutOfMemory, winner: Prediction | None) -> str:
     if isinstance(evaluated, OutOfMemory):
-        return f"{_does_not_fit(evaluated.memory)}; a step would take {evaluated.least:.3g} s or more"
+        return f"{_does_not_fit(evaluated.memory)}; a step would take {duration(evaluated.least)} or more"
     if not evaluated.fits:
         return _does_not_fit(evaluated.memory)
     if winner is None:
@@ -85,7 +86,7 @@ def _ruled_out(search: BranchAndBound, known: set[Grid], winner: Prediction | No
         elif shares[k] > 1.0:
             why = _at_least(search, k)[0]
         elif winner is not None:
-            why = f"can't be under {seconds:.3g} s, the compute of its layers evenly spread and its pipeline's filling"
+            why = f"can't be under {duration(seconds)}, the compute of its layers evenly spread and its pipeline's filling"
         else:
             continue
         found[shape] = Rejected(layout=space.layout(k).text, why=why)

@@ -7,6 +7,9 @@ from typing import NamedTuple
 from parallel3d.config.layout import Layout
 from parallel3d.monitor.run_record import StoredModel
 
+FULL = 0.95
+"""Share of a rank's memory beyond which a layout is flagged."""
+
 
 class StageMemory(StoredModel):
     """Peak memory of each rank of a stage, in bytes.
@@ -43,7 +46,7 @@ class Prediction(Layout):
 
     - layout: in words, "pp4,dp2,zero1,zbv,m16".
     - low, high: 90% interval of the measured seconds.
-    - bubble: share of the pipeline's time; exposed_communication: seconds in which a rank only waits for links, the mean of
+    - bubble: share of the step; exposed_communication: seconds in which a rank only waits for links, the mean of
       ranks.
     - breakdown: seconds of a step by what takes them, the mean of ranks (forward, backward, bubble, exposed communication,
       optimizer).
@@ -61,6 +64,11 @@ class Prediction(Layout):
     breakdown: dict[str, float]
     bounds: tuple[int, ...]
     memory: tuple[StageMemory, ...]
+
+    @property
+    def fullest(self) -> float:
+        """Largest used share of the capacity of a rank's device or host."""
+        return max(stage.fullest[0] for stage in self.memory)
 
     @property
     def peak(self) -> int:
@@ -127,6 +135,8 @@ class PlanResult(StoredModel):
     - timeline, links, map: of the winner; config: a configuration to run it with.
     - layers: names of the model's layers, and halves: of its half blocks, which layouts with such units count.
     - considered: layouts of the space; simulated: those that were predicted.
+    - reserve: share of each device's memory that was kept free, which capacities leave out.
+    - on_gpus: whether the devices are GPUs.
     """
 
     model: str
@@ -147,3 +157,5 @@ class PlanResult(StoredModel):
     lacking: int = 0
     considered: int = 0
     simulated: int = 0
+    reserve: float = 0.0
+    on_gpus: bool = True

@@ -190,14 +190,13 @@ def _fastest_exchange(network: Network, tensor_ranks: int, collective: Collectiv
 
 
 def listed(found: Sequence[StepPrediction], num_best: int) -> list[StepPrediction]:
-    """Return the best candidates, at most a few of one shape. found: the best first."""
+    """Return the best candidates, more than a few of one shape only where there are too few others. found: the best first."""
     of_shape: Counter[Grid] = Counter()
-    chosen: list[StepPrediction] = []
-    for candidate in found:
+    places: list[tuple[bool, int]] = []
+    for place, candidate in enumerate(found):
         of_shape[candidate.layout.shape] += 1
-        if of_shape[candidate.layout.shape] <= _OF_A_SHAPE:
-            chosen.append(candidate)
-    return chosen[:num_best]
+        places.append((of_shape[candidate.layout.shape] > _OF_A_SHAPE, place))
+    return [found[place] for place in sorted(place for _, place in sorted(places)[:num_best])]
 
 
 class BranchAndBound:
@@ -217,6 +216,7 @@ class BranchAndBound:
         sizes = [predictor.capacity([device]) for device in {gpu.device for gpu in predictor.network.cluster.gpus}]
         self.capacity, self.host_capacity = map(max, zip(*sizes, strict=True))
         self.evaluated: dict[Layout, StepPrediction | OutOfMemory] = {}
+        self._roomy: set[Layout] = set()
         self._bounds_of_one = cache(predictor.least_computing), cache(predictor.least)
 
     @property
@@ -257,16 +257,16 @@ class BranchAndBound:
 
         Leave out those that, by their other bound, `passing`, can't be among the best that are listed.
         """
-        best, roomy = min((c.rank[1] for c in self.fitting), default=np.inf), set[Layout]()
+        best = min((c.rank[1] for c in self.fitting), default=np.inf)
         fitting, limit = {c.layout for c in self.fitting}, self._limit()
         waiting = [(float(seconds[k]), n, k, 0) for n, k in enumerate(order.tolist())]
         heapify(waiting)
-        while waiting and waiting[0][0] < best:
+        while waiting and (waiting[0][0] < best or len(fitting) < self._num_best):
             _, n, k, number = heappop(waiting)
             if passing[k] > limit:
                 continue
             layout = self.space.layout(k)
-            if layout in self.evaluated or any(other in roomy for other in _no_slower(layout)):
+            if layout in self.evaluated or any(other in self._roomy for other in _no_slower(layout)):
                 continue
             if _with_whole_weights(layout) in fitting:
                 continue
@@ -278,7 +278,7 @@ class BranchAndBound:
                 fitting.add(layout)
                 best, limit = min(best, candidate.rank[1]), self._limit()
                 if fullness_of(candidate.memory) < _ROOMY:
-                    roomy.add(layout)
+                    self._roomy.add(layout)
 
     def _limit(self) -> float:
         """Return the seconds of a step above which a candidate is neither listed nor improved."""
@@ -330,7 +330,9 @@ def _with_whole_weights(layout: Layout) -> Layout:
 
 def _no_slower(layout: Layout) -> list[Layout]:
     """Return layouts that take no more time but more memory: they reduce less often, or recompute fewer layers at once."""
-    fewer_shards = {"zero": int(layout.replicas > 1)}
-    others = [_with_whole_weights(layout).model_copy(update=fewer_shards)] if layout.zero >= 2 else []
-    fewer = [n for n in RECOMPUTED if 0 < n < layout.recompute]
-    return others + [layout.model_copy(update={"recompute": n}) for n in fewer]
+    whole = _with_whole_weights(layout)
+    stages = {whole.zero, int(layout.replicas > 1)} if layout.zero >= 2 else {layout.zero}
+    intervals = [n for n in RECOMPUTED if 0 < n < layout.recompute] + [layout.recompute]
+    others = [whole.model_copy(update={"zero": stage, "recompute": n}) for stage in stages for n in intervals]
+    others += [layout.model_copy(update={"recompute": n}) for n in intervals]
+    return [other for other in others if other != layout]

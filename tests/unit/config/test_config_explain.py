@@ -60,13 +60,13 @@ def test_all_that_is_left_out_is_there_with_its_reason():
             "overlap_comm": True,
             "cpu_offload_use_pin_memory": True,
         },
-        "wandb": {"enabled": True},
+        "nebula": {"enabled": True},
     }
     whys = {item.path: item.why for item in explain(read(raw), world=1).left_out}
     assert list(whys) == [
         "zero_optimization.offload_param.buffer_size",
         "zero_optimization.cpu_offload_use_pin_memory",
-        "wandb",
+        "nebula",
         "zero_optimization.overlap_comm",
     ]
     size = whys["zero_optimization.offload_param.buffer_size"]

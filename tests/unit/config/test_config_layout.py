@@ -133,7 +133,9 @@ def test_a_complete_layout_means_one_configuration(layout: Layout):
         "placement": layout.placement,
         "activation_checkpoint_interval": layout.recompute,
         "partition": [0, 2],
+        **({"units": "half"} if layout.units else {}),
     }
+    assert configuration(layout, {"pipeline": {"units": "half"}})["pipeline"]["units"] == (layout.units or "block")
     assert config["train_micro_batch_size_per_gpu"] == layout.micro_batch
     assert config["gradient_accumulation_steps"] == layout.micro_batches
     assert config["zero_optimization"]["stage"] == layout.zero

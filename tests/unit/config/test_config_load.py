@@ -143,6 +143,15 @@ def test_json_may_have_comments_and_trailing_commas(tmp_path):
     assert config.optimizer.params == {"lr": 1e-4, "betas": (0.9, 0.95)}
 
 
+def test_a_path_may_be_of_any_class(tmp_path):
+    class Location:
+        def __fspath__(self) -> str:
+            return str(tmp_path / "config.json")
+
+    (tmp_path / "config.json").write_text('{"train_batch_size": 8}')
+    assert load(Location()).train_batch_size == 8
+
+
 def test_a_path_may_be_text_and_a_file_may_start_with_a_byte_order_mark(tmp_path):
     path = tmp_path / "c.json"
     path.write_text('{"seed": 7}', encoding="utf-8-sig")
@@ -292,7 +301,7 @@ def test_auto_is_the_default_of_kernels():
 
 def test_keys_without_effect_are_named_in_one_warning():
     raw = {
-        "wandb": {"enabled": True, "project": "auto"},
+        "nebula": {"enabled": True},
         "vocabulary_size": 50304,
         "prescale_gradients": True,
         "zero_optimization": {"stage": 0, "contiguous_gradients": True, "stage3_allgather_sequential": True},
@@ -302,7 +311,7 @@ def test_keys_without_effect_are_named_in_one_warning():
         config = load(raw)
     assert config == Config()
     assert [str(warning.message) for warning in caught] == [
-        "configuration: without effect here: wandb, vocabulary_size, "
+        "configuration: without effect here: nebula, vocabulary_size, "
         "zero_optimization.stage3_allgather_sequential, pipeline.pipe_partitioned, pipeline.grad_partitioned"
     ]
     assert caught[0].filename == __file__
@@ -315,15 +324,15 @@ def test_known_keys_that_are_off_are_silent():
         "communication_data_type": None,
         "dump_state": False,
         "elasticity": {"enabled": False, "max_train_batch_size": 2000},
-        "flops_profiler": {"enabled": False, "profile_step": 1},
+        "flops_profiler": {"enabled": False, "profile_step": 1, "recompute_fwd_factor": 0.0},
         "fp16": {"enabled": False, "loss_scale": 0},
         "pipeline": {"pipe_partitioned": False},
         "scheduler": None,
         "sequence_parallel_size": 1,
         "sparse_attention": {},
-        "tensorboard": None,
-        "tensor_parallel": {"autotp_size": 1, "preset_model": None},
-        "wandb": {"project": "off without enabled"},
+        "tensorboard": {},
+        "tensor_parallel": {"autotp_size": 0, "preset_model": None},
+        "comms_logger": {"prof_all": True},
         "zero_optimization": {"offload_optimizer": {"device": "none", "pin_memory": True}, "overlap_comm": True},
     }
     with warnings.catch_warnings():
@@ -348,6 +357,22 @@ def test_the_older_names_of_offload_are_read():
     old = load({"zero_optimization": {"stage": 3, "cpu_offload_param": True}})
     assert old == load({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "max_in_cpu": "auto"}}})
     assert (old.zero_optimization.offload_param.device, old.zero_optimization.offload_param.max_in_cpu) == ("cpu", None)
+
+
+def test_keys_of_stage_3_are_read_without_their_prefix():
+    values = {
+        "max_live_parameters": 7,
+        "max_reuse_distance": 6,
+        "prefetch_bucket_size": 5,
+        "param_persistence_threshold": 4,
+    }
+    named = {f"stage3_{key}": value for key, value in values.items()}
+    assert load({"zero_optimization": values}) == load({"zero_optimization": named})
+    assert load({"zero_optimization": {"gather_16bit_weights_on_model_save": True}}) == Config()
+    with pytest.raises(
+        ConfigError, match=r"max_live_parameters is the old name of .*stage3_max_live_parameters, and both are given"
+    ):
+        load({"zero_optimization": {**values, **named}})
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,9 @@ def test_defaults_of_precision_are_deepspeeds_but_for_two():
         consecutive_hysteresis=False,
         min_loss_scale=1.0,
     )
-    assert config.bf16 == Bf16Config(enabled=False, check_grad_overflow=False)  # DeepSpeed's: true
+    assert config.bf16 == Bf16Config(
+        enabled=False, auto_cast=True, check_grad_overflow=False
+    )  # the last is true in DeepSpeed
     assert config.torch_autocast == TorchAutocastConfig(enabled=False, dtype="bf16")
     assert config.amp == AmpConfig(enabled=False, opt_level="O1")
     assert config.activation_checkpointing == ActivationCheckpointingConfig(

@@ -160,8 +160,8 @@ WRONG = [
         "without it the results would differ: remove it",
     ),
     (
-        {"tensor_parallel": {"autotp_size": 4}},
-        "tensor_parallel.autotp_size is not yet supported (give size, and layers that",
+        {"tensor_parallel": {"autotp_size": -1}},
+        "tensor_parallel.autotp_size is -1: give a whole number of ranks >= 0 over which",
     ),
     (
         {"tensor_parallel": {"size": 1, "sequence_parallel": True}},

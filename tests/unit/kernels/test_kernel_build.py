@@ -5,10 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import time
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -298,3 +301,24 @@ def test_without_a_home_there_is_no_library_but_no_crash(monkeypatch) -> None:
     assert find_library() is None
     with pytest.raises(KernelError, match="set XDG_CACHE_HOME"):
         kernel_library.cache_directory()
+
+
+@pytest.mark.parametrize(("body", "tag"), [("exit 1", "any"), ("echo > $target", sysconfig.get_platform())])
+def test_a_wheel_says_for_which_platform_it_is(tmp_path, monkeypatch, cache, body: str, tag: str) -> None:
+    """One with compiled kernels is for this platform alone; without them it is for any."""
+    fake_nvcc(tmp_path, monkeypatch, body)
+    tree = tmp_path / "tree"
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    for name in ("parallel3d", "csrc"):
+        shutil.copytree(ROOT / name, tree / name, ignore=ignored)
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, tree)
+    command = [sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir", tmp_path / "dist"]
+    subprocess.run(command, cwd=tree, check=True, capture_output=True)
+    (wheel,) = (tmp_path / "dist").iterdir()
+    assert wheel.name == f"parallel3d-0.1.0-py3-none-{tag.replace('-', '_').replace('.', '_')}.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        assert any(name.endswith(".so") for name in archive.namelist()) == (tag != "any")
+        assert "parallel3d/planner/report/page/page.html" in archive.namelist()
+        metadata = archive.read("parallel3d-0.1.0.dist-info/METADATA").decode()
+    assert "Classifier: Operating System :: POSIX :: Linux" in metadata

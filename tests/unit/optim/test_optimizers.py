@@ -73,6 +73,8 @@ def test_deepspeeds_optimizers_are_torchs(make: Any, given: dict[str, Any], cls:
     ours, theirs = parameters((2, 3), (4,)), parameters((2, 3), (4,))
     optimizers = [make(iter(ours), **given), cls(theirs, **same)]
     assert type(optimizers[0]) is cls
+    assert all(isinstance(optimizer, (make, str)) for optimizer in optimizers)
+    assert not isinstance(torch.optim.SGD(theirs), make)
     check_optimizer(optimizers[0], partitioned=True)
     for step in range(3):
         for p in (*ours, *theirs):

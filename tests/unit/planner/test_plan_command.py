@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from parallel3d.cli import main
 from parallel3d.config import load
 from parallel3d.monitor.run_record import ModelFingerprint, RankRecord, RunRecord
 from parallel3d.planner.calibrate.calibration import read_calibration
+from parallel3d.planner.formats import duration
 from parallel3d.planner.search.result import PlanResult
 
 SUBJECT = """
@@ -51,6 +53,19 @@ def test_a_users_function_is_planned_for_explained_and_written_down(target, tmp_
     assert config.bf16.enabled
     assert [rank["rank"] for rank in json.loads((out / "ranks.json").read_text())] == [0, 1, 2, 3]
     assert {path.name for path in out.iterdir()} >= {"plan.html", "timeline.svg", "memory.svg", "trade_off.svg"}
+
+
+def test_the_timeline_is_the_step_but_for_the_optimizer(target, tmp_path) -> None:
+    command = ["plan", "--model", target, "--cluster", "4xH200", "--global-batch", "16", "--out", str(tmp_path)]
+    assert main(command) == 0
+    result = PlanResult.model_validate_json((tmp_path / "plan.json").read_text())
+    best, pipeline = result.best[0], max(span.end for span in result.timeline)
+    assert pipeline + best.breakdown["optimizer"] == pytest.approx(best.seconds, rel=1e-6)
+    assert sum(best.breakdown.values()) == pytest.approx(best.seconds, rel=1e-6)
+    assert best.bubble == pytest.approx(best.breakdown["bubble"] / best.seconds)
+    told = f"{duration(pipeline)} of the step&#39;s {duration(best.seconds)}"
+    assert told in (tmp_path / "plan.html").read_text()
+    assert told.replace("&#39;", "'") in (tmp_path / "timeline.svg").read_text().replace("&#39;", "'")
 
 
 def plan_into(directory: Path, model: str = "gpt2") -> int:
@@ -220,3 +235,91 @@ def test_without_a_home_there_is_an_error_with_the_remedy(monkeypatch, capsys) -
     monkeypatch.setattr(Path, "home", no_home)
     assert main(["plan", "--model", "gpt2", "--global-batch", "8"]) == 2
     assert "set XDG_CACHE_HOME" in capsys.readouterr().err
+
+
+def test_as_many_layouts_are_listed_as_asked_for(target, tmp_path) -> None:
+    command = [
+        "plan",
+        "--model",
+        target,
+        "--cluster",
+        "4xH200",
+        "--global-batch",
+        "16",
+        "--out",
+        str(tmp_path),
+        "--top",
+    ]
+    ranked = []
+    for count in (2, 30):
+        assert main([*command, str(count)]) == 0
+        best = PlanResult.model_validate_json((tmp_path / "plan.json").read_text()).best
+        assert len({p.layout for p in best}) == count
+        assert list(best) == sorted(best, key=lambda p: p.seconds)
+        ranked.append(best)
+    assert ranked[0][0].layout == ranked[1][0].layout
+
+
+def test_memory_is_kept_free_and_a_full_rank_is_flagged(target, tmp_path, capsys) -> None:
+    """The cluster has just the memory of the winner: it is flagged, and with a reserve of a tenth another one wins or none."""
+
+    def plan(memory: float, reserve: str) -> PlanResult | None:
+        gpus = [{"device": "H200", "count": 2, "memory": f"{memory} MiB"}]
+        hosts = {"hosts": [{"nvlink": {"bandwidth": "300 GB/s"}, "gpus": gpus}]}
+        (tmp_path / "cluster.json").write_text(json.dumps(hosts))
+        command = ["plan", "--model", target, "--cluster", str(tmp_path / "cluster.json"), "--global-batch", "16"]
+        done = main([*command, "--out", str(tmp_path / "out"), "--reserve", reserve])
+        return None if done else PlanResult.model_validate_json((tmp_path / "out" / "plan.json").read_text())
+
+    free = plan(16 * 1024, "0%")
+    assert free is not None
+    assert "it fails" not in capsys.readouterr().out
+    peak = free.best[0].peak / 2**20
+    full = plan(peak / 0.97, "0")
+    assert full is not None
+    assert full.best[0].layout == free.best[0].layout
+    assert f"{full.best[0].layout} takes 97% of a rank's memory" in capsys.readouterr().out
+    assert "⚠" in (tmp_path / "out" / "plan.html").read_text()
+    kept = plan(peak / 0.97, "5%")
+    assert kept is None or kept.best[0].peak <= 0.95 * peak / 0.97 * 2**20
+    assert main(["plan", "--model", target, "--cluster", "2xH200", "--reserve", "100%"]) == 2
+    assert "--reserve is 100%; give a share" in capsys.readouterr().err
+
+
+def test_overlapping_intervals_are_said_to_be_so(target, tmp_path, capsys) -> None:
+    command = ["plan", "--model", target, "--cluster", "4xH200", "--global-batch", "16", "--out", str(tmp_path)]
+    assert main([*command, "--top", "3"]) == 0
+    winner, *others = PlanResult.model_validate_json((tmp_path / "plan.json").read_text()).best
+    alike = [p for p in others if p.low <= winner.high]
+    assert alike
+    assert f"the 90% intervals of the first and {len(alike)} of 2 others overlap" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("cluster", "lines"),
+    [
+        ("2xH200", {"run.sh": 'exec parallel3d --num_gpus 2 "$@" --deepspeed_config'}),
+        ("2xcpu", {"run.sh": 'exec parallel3d --num_procs 2 "$@" --deepspeed_config'}),
+        (
+            "2x4xH200",
+            {
+                "run.sh": "exec torchrun --nnodes 2 --nproc_per_node 4 --node_rank ${NODE_RANK:?",
+                "run.sbatch": "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\n#SBATCH --gpus-per-node=4\n",
+            },
+        ),
+    ],
+)
+def test_a_plan_ends_in_something_to_run(cluster, lines, target, tmp_path, capsys) -> None:
+    out = tmp_path / "out of plan"
+    command = ["plan", "--model", target, "--cluster", cluster, "--global-batch", "16", "--out", str(out), "--top", "1"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert {name for name in ("run.sh", "run.sbatch") if (out / name).exists()} == lines.keys()
+    for name, line in lines.items():
+        text = (out / name).read_text()
+        assert line in text
+        assert f"'{out / 'config.json'}'" in text
+        assert f"run: {'sbatch ' if name == 'run.sbatch' else ''}'{out / name}' train.py" in printed
+        assert (out / name).stat().st_mode & 0o111
+        assert name in (out / "plan.html").read_text()
+        subprocess.run(["sh", "-n", out / name], check=True)

@@ -82,11 +82,12 @@ def test_a_plan_of_halves_says_so_wherever_it_is_read(result: PlanResult) -> Non
     assert result.layers == tuple(map(layer_name, model.layers))
     assert result.halves == tuple(map(layer_name, model.in_halves().layers))
     pipeline: Any = result.config["pipeline"]
+    assert pipeline["units"] == "half"
     assert pipeline["partition"] == list(winner.bounds)
     assert winner.bounds[-1] == len(result.halves) == 67
     printed = io.StringIO()
     show(result, Console(file=printed, width=200))
-    assert 'units="half"' in printed.getvalue()
+    assert "half: config.json counts attention and feed-forward as layers" in printed.getvalue()
     page = html_page(result)
     assert "FeedForward" in page
     assert "layers are half blocks" in page

@@ -32,3 +32,21 @@ def test_an_all_reduce_of_eight_a100_moves_at_nccl_tests_bus_bandwidth():
     network = Network(load_cluster("8xA100"))
     moved = 2 * 7 / 8 * (1 << 30)
     assert network.each("all_reduce", [range(8)], 1 << 30).max() == pytest.approx(moved / 232e9, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("machine", "device", "sheet"),
+    [("8xB200", "B200", 900e9), ("72xGB200", "GB200", 900e9), ("8xMI300X", "MI300X", 7 * 64e9)],
+)
+def test_newer_machines_stay_below_their_data_sheets(machine, device, sheet):
+    """Peaks of bf16 without sparsity, of memory and of links each way; those measured of Hopper are two thirds or more."""
+    peaks = {"B200": (2250e12, 8e12), "GB200": (2500e12, 8e12), "MI300X": (1307e12, 5.3e12)}[device]
+    cluster = load_cluster(machine)
+    found = cluster.gpus[0].device
+    ranks = range(len(cluster.gpus))
+    moved = 2 * (len(ranks) - 1) / len(ranks) * (1 << 30)
+    bus_bandwidth = moved / Network(cluster).each("all_reduce", [ranks], 1 << 30).max()
+    assert (found.name, found.peak_flops) == (device, peaks[0])
+    assert 0.45 * peaks[0] < found.gemm_flops < 0.8 * peaks[0]
+    assert 0.75 * peaks[1] < found.memory_bandwidth < 0.9 * peaks[1]
+    assert 0.6 * sheet < bus_bandwidth < 0.75 * sheet

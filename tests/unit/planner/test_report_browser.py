@@ -126,6 +126,9 @@ def test_a_row_shows_its_memory_and_time(page, result, with_keyboard):
         assert any(f"capacity: {words.memory(stage.capacity)}" in tip for tip in own)
     for part, seconds in chosen.breakdown.items():
         assert any(tip.startswith(f"{part} {words.duration(seconds)} (") for tip in tips)
+    find(page, "#layout details summary").click()
+    assert texts(page, "#layout details[open] tbody td")[0] == words.duration(chosen.seconds)
+    assert texts(page, "#layout details[open] tbody td")[1] == words.duration(result.best[0].seconds)
 
 
 def test_hovering_tells_what_a_bar_is(page, result):

@@ -5,6 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from parallel3d.utils import (
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+)
 from torch import nn
 
 from parallel3d.config import load
@@ -70,6 +76,23 @@ def test_leaf_modules_of_the_configuration(zero: dict[str, Any], wanted: list[st
 def test_a_leaf_module_that_the_model_lacks_is_an_error(leaf: dict[str, Any]):
     with pytest.raises(ConfigError, match="no module"):
         leaves({"leaf_module": leaf})
+
+
+def test_leaf_modules_by_name_and_by_suffix():
+    model = Model()
+    names = {module: name for name, module in model.named_modules()}
+    found, missing = set_z3_leaf_modules_by_name(model, ["norm", "experts"], raise_if_not_found=False)
+    assert ([names[module] for module in found], missing) == (["norm"], ["experts"])
+    found, missing = set_z3_leaf_modules_by_suffix(model, ["experts", "0.experts"])
+    assert ([names[module] for module in found], missing) == (EXPERTS, [])
+    assert [names[module] for module in get_z3_leaf_modules(model)] == [*EXPERTS, "norm"]
+    set_z3_leaf_modules_by_suffix(model, ["0.experts"], flag=False)
+    assert [names[module] for module in get_z3_leaf_modules(model)] == [EXPERTS[1], "norm"]
+    set_z3_leaf_module(model.norm, False)
+    assert [names[module] for module in get_z3_leaf_modules(model)] == [EXPERTS[1]]
+    assert set_z3_leaf_modules(model, ["Expert"], raise_if_not_found=False) == []
+    with pytest.raises(ConfigError, match=r"suffix 'norms'; Did you mean 'norm'"):
+        set_z3_leaf_modules_by_name(model, ["norms"])
 
 
 def test_auto_means_the_default_where_the_caller_gives_nothing():

@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from enum import Enum
 
+from parallel3d.config.zero import OffloadOptimizerConfig as DeepSpeedZeroOffloadOptimizerConfig
+from parallel3d.config.zero import OffloadParamConfig as DeepSpeedZeroOffloadParamConfig
+
+__all__ = [
+    "DeepSpeedZeroOffloadOptimizerConfig",
+    "DeepSpeedZeroOffloadParamConfig",
+    "OffloadDeviceEnum",
+    "OffloadStateTypeEnum",
+]
+
 
 class OffloadDeviceEnum(str, Enum):
     """Devices of offloaded state."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from parallel3d.deepspeed.accelerator import get_accelerator
+from parallel3d.zero.external import register_external_parameter, unregister_external_parameter
 from parallel3d.zero.gathered import GatheredParameters
 from parallel3d.zero.init import Init
 from parallel3d.zero.weights import WeightState as ZeroParamStatus
@@ -17,6 +18,8 @@ __all__ = [
     "Init",
     "ZeroParamStatus",
     "get_accelerator",
+    "register_external_parameter",
+    "unregister_external_parameter",
     "zero_wrapper_for_fp_tensor_constructor",
 ]
 

@@ -1,0 +1,7 @@
+"""`python -m parallel3d` is the command `parallel3d`."""
+
+import sys
+
+from parallel3d.launcher import main
+
+sys.exit(main())

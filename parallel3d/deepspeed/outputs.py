@@ -1,0 +1,55 @@
+"""Engine that writes what DeepSpeed's writes: to monitors, the FLOPs profile, and the script zero_to_fp32.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from parallel3d.atomic_write import write_whole
+from parallel3d.deepspeed.profiling.flops_profiler import counting
+from parallel3d.deepspeed.utils.zero_to_fp32 import SCRIPT
+from parallel3d.engine.engine import Engine
+from parallel3d.engine.state import Location
+from parallel3d.monitor.writers import MonitorMaster
+
+
+class WritingEngine(Engine):
+    """The engine, with DeepSpeed's outputs."""
+
+    @cached_property
+    def monitor(self) -> MonitorMaster:
+        """The configuration's monitors: `monitor.write_events([(name, value, samples)])` writes values of the script's own."""
+        return MonitorMaster(self.config, self.process_groups.rank == 0)
+
+    def _finish_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super()._finish_step(*args, **kwargs)
+        update = self.update
+        scale = {} if update.scaler is None else {"loss_scale": update.loss_scale}
+        rate = update.optimizer.param_groups[0]["lr"]
+        self.monitor.write_step(self.progress.global_samples, train_loss=loss, lr=rate, **scale)
+        return loss
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """Do what Engine's does, and count its FLOPs in the step that `flops_profiler` names."""
+        with counting(self, first=True):
+            return super().train_batch(data_iter)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Do what Engine's does, and count its FLOPs in the step that `flops_profiler` names."""
+        with counting(self, first=self.pipeline_module.training and not self.progress.num_backwards):
+            return super().__call__(*args, **kwargs)
+
+    forward = __call__
+
+    def save_checkpoint(self, save_dir: Location, *args: Any, **kwargs: Any) -> bool:
+        """Do what Engine's does, and write zero_to_fp32.py beside the checkpoints."""
+        super().save_checkpoint(save_dir, *args, **kwargs)
+        with suppress(OSError):  # the checkpoint is what counts
+            if self.process_groups.rank == 0:
+                write_whole(Path(save_dir) / "zero_to_fp32.py", SCRIPT)
+        return True

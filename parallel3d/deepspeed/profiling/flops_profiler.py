@@ -1,0 +1,199 @@
+"""DeepSpeed's FLOPs profiler, at its import path: counts by torch.utils.flop_counter, of matrix products and attention."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+
+def number_to_string(number: float, units: str | None = None, precision: int = 2) -> str:
+    """Return a number with a prefix, such as "1.5 G"; units: the prefix, T, G, M, K, m, u or "" for none."""
+    factors = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
+    if units is None:
+        units = next((prefix for prefix, factor in factors.items() if abs(number) >= factor), "")
+    return f"{number / factors[units]:.{precision}f} {units}"
+
+
+def _with(word: str, number: float, units: str | None = None, precision: int = 2) -> str:
+    return number_to_string(number, units, precision) + word
+
+
+flops_to_string = partial(_with, "FLOPS")
+macs_to_string = partial(_with, "MACs")
+params_to_string = number_to_string
+duration_to_string = partial(_with, "s")
+
+
+class FlopsProfiler:
+    """Counts the FLOPs of what runs between start_profile and stop_profile, on this process, and times it.
+
+    model: whose modules the counts are of. Other arguments of DeepSpeed's have no effect.
+    """
+
+    def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0):
+        self._model = model
+        self.reset_profile()
+
+    def reset_profile(self) -> None:
+        """Forget what was counted."""
+        self._counter = FlopCounterMode(display=False)
+        self._ignored: set[type[nn.Module]] = set()
+        self._duration = 0.0
+
+    def start_profile(self, ignore_list: Collection[type[nn.Module]] | None = None) -> None:
+        """Begin to count; not what modules of the classes in ignore_list do."""
+        self.reset_profile()
+        self._ignored = set(ignore_list or ())
+        self._duration = -_now()
+        self._counter.__enter__()
+
+    def stop_profile(self) -> None:
+        """End the count."""
+        self._counter.__exit__(None, None, None)
+        self._duration += _now()
+
+    end_profile = reset_profile
+
+    def _by_module(self) -> dict[str, int]:
+        """Return the FLOPs of each module by its name, "Model.layer.0"; of all under ""."""
+        counts = {name: sum(own.values()) for name, own in self._counter.get_flop_counts().items()}
+        found = {name: number for name, number in counts.items() if name != "Global"}
+        return {"": counts.get("Global", 0), **found}
+
+    def get_total_flops(self, as_string: bool = False) -> int | str:
+        """Return the number of floating-point operations."""
+        counts, root = self._by_module(), type(self._model).__name__
+        own = {f"{root}.{path}": module for path, module in self._model.named_modules() if path}
+        ignored = [name for name in counts if type(own.get(name)) in self._ignored]
+        outermost = [name for name in ignored if not any(name.startswith(f"{other}.") for other in ignored)]
+        total = counts[""] - sum(counts[name] for name in outermost)
+        return flops_to_string(total) if as_string else total
+
+    def get_total_macs(self, as_string: bool = False) -> int | str:
+        """Return the number of multiply-accumulate operations: half of the FLOPs."""
+        flops = self.get_total_flops()
+        assert isinstance(flops, int)
+        return macs_to_string(flops // 2) if as_string else flops // 2
+
+    def get_total_duration(self, as_string: bool = False) -> float | str:
+        """Return the seconds from start_profile to stop_profile."""
+        return duration_to_string(self._duration) if as_string else self._duration
+
+    def get_total_params(self, as_string: bool = False) -> int | str:
+        """Return the number of the model's parameters on this rank."""
+        number = sum(parameter.numel() for parameter in self._model.parameters())
+        return params_to_string(number) if as_string else number
+
+    def print_model_profile(
+        self,
+        profile_step: int = 1,
+        module_depth: int = -1,
+        top_modules: int = 1,
+        detailed: bool = True,
+        output_file: str | Path | None = None,
+    ) -> None:
+        """Print the totals, the modules with most FLOPs of each depth, and if `detailed` all modules.
+
+        - module_depth: the deepest modules to print; -1 for all. top_modules: how many of each depth.
+        - output_file: written instead.
+        """
+        by_module = {name: number for name, number in self._by_module().items() if name}
+        depths = {name: name.count(".") for name in by_module}
+        deepest = max(depths.values(), default=0) if module_depth < 0 else module_depth
+        flops, seconds = self.get_total_flops(), self._duration
+        assert isinstance(flops, int)
+        lines = [
+            f"FLOPs profile of step {profile_step}, on this rank",
+            f"parameters {self.get_total_params(True)}, FLOPs {flops_to_string(flops)}, MACs {self.get_total_macs(True)}, "
+            f"time {duration_to_string(seconds)}, {flops_to_string(flops / seconds if seconds else 0)} per second",
+        ]
+        for depth in range(deepest + 1):
+            own = sorted((n for n in by_module if depths[n] == depth), key=lambda n: -by_module[n])[:top_modules]
+            lines.append(f"depth {depth}: " + ", ".join(f"{n} {flops_to_string(by_module[n])}" for n in own))
+        if detailed:
+            shown = [name for name in sorted(by_module) if depths[name] <= deepest]
+            lines += [f"{'  ' * depths[name]}{name} {flops_to_string(by_module[name])}" for name in shown]
+        text = "\n".join(lines) + "\n"
+        if output_file:
+            Path(output_file).write_text(text, encoding="utf-8")
+        else:
+            sys.stdout.write(text)
+
+    def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
+        """Print the totals and the modules with most FLOPs of each depth."""
+        self.print_model_profile(module_depth=module_depth, top_modules=top_modules, detailed=False)
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+@contextmanager
+def counting(engine: Any, first: bool) -> Iterator[None]:
+    """Count what runs inside, and print it, if the engine's configuration asks for it. first: of the step's micro-batches."""
+    section = engine.config.flops_profiler
+    if (
+        not (section.enabled and first and engine.progress.global_steps == section.profile_step)
+        or engine.process_groups.rank
+    ):
+        yield
+        return
+    profiler = FlopsProfiler(engine.module)
+    profiler.start_profile()
+    try:
+        yield
+    finally:
+        profiler.stop_profile()
+    detailed, file = section.detailed, section.output_file
+    profiler.print_model_profile(section.profile_step, section.module_depth, section.top_modules, detailed, file)
+
+
+def get_model_profile(
+    model: nn.Module,
+    input_shape: Sequence[int] | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    print_profile: bool = True,
+    detailed: bool = True,
+    module_depth: int = -1,
+    top_modules: int = 1,
+    warm_up: int = 1,
+    as_string: bool = True,
+    output_file: str | Path | None = None,
+    ignore_modules: Collection[type[nn.Module]] | None = None,
+    mode: str = "forward",
+) -> tuple[Any, Any, Any]:
+    """Return (FLOPs, MACs, parameters) of a model's forward, or of its `generate` if that is the mode, in evaluation mode.
+
+    - input_shape: of the one input, of the parameters' dtype; else args and kwargs are given.
+    - as_string: return texts such as "1.5 GFLOPS". The other arguments are those of FlopsProfiler's methods.
+    """
+    model.eval()
+    if input_shape is not None:
+        first = next(model.parameters())
+        args = [torch.ones(tuple(input_shape), dtype=first.dtype, device=first.device)]
+    run: Callable[..., Any] = model if mode == "forward" else getattr(model, mode)
+    for _ in range(warm_up):
+        run(*args, **(kwargs or {}))
+    profiler = FlopsProfiler(model)
+    profiler.start_profile(ignore_modules)
+    run(*args, **(kwargs or {}))
+    profiler.stop_profile()
+    if print_profile:
+        profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
+    return (
+        profiler.get_total_flops(as_string),
+        profiler.get_total_macs(as_string),
+        profiler.get_total_params(as_string),
+    )

@@ -1,0 +1,85 @@
+"""The commands `p3d` and `parallel3d`: their help, options and output."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parallel3d.cli import ckpt
+from parallel3d.cli.arguments import make_parser
+from parallel3d.config import load
+from parallel3d.launcher.cli import parse
+from parallel3d.parity.settings import TOLERANCES
+
+COMMANDS = ["config", "check", "ckpt", "ckpt import", "plan", "doctor", "build-kernels", "deepspeed", "completion"]
+
+
+def test_help_and_version_import_no_torch():
+    lines = [f"p3d({[*command.split(), '--help']})" for command in COMMANDS]
+    lines += [f"{command}([{flag!r}])" for command in ("p3d", "launcher") for flag in ("--help", "--version")]
+    script = f"""
+import sys
+from parallel3d.cli import main as p3d
+from parallel3d.launcher import main as launcher
+for line in {lines}:
+    try:
+        eval(line)
+    except SystemExit as end:
+        assert end.code == 0, line
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("usage: p3d") == len(COMMANDS) + 1
+    assert done.stdout.endswith("parallel3d 0.1.0\n")
+
+
+def test_the_package_is_the_launcher():
+    command = [sys.executable, "-m", "parallel3d", "--version"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "parallel3d 0.1.0\n"
+
+
+def test_options_may_be_written_with_either_line():
+    options = make_parser().parse_args(["plan", "--global_batch", "8", "--global-batch=16"])
+    assert options.global_batch == 16
+    assert make_parser().parse_args(["doctor", "--tensor_parallel", "2"]).tensor_parallel == 2
+    launch = parse(["--num-procs", "2", "--max-restarts=1", __file__, "--its_own", "--its-own"], 0)
+    assert (launch.num_workers, launch.max_restarts) == (2, 1)
+    assert launch.command[1:] == ["--its_own", "--its-own"]
+
+
+def test_all_dtypes_may_be_chosen():
+    for dtype in TOLERANCES:
+        assert make_parser().parse_args(["check", "f", "--layouts", "pp2", "--dtype", dtype]).dtype == dtype
+    for dtype in ckpt.DTYPES:
+        assert make_parser().parse_args(["ckpt", "export", "a", "b", "--dtype", dtype]).dtype == dtype
+
+
+@pytest.mark.parametrize("option", ["--nnodes", "--node-rank=1", "--hostfile"])
+def test_the_launcher_says_what_starts_several_nodes(option: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        parse([option, "2", __file__], 0)
+    assert "torchrun, srun of Slurm, or deepspeed --hostfile start several" in capsys.readouterr().err
+
+
+def test_a_reader_that_ends_early_is_no_error():
+    command = f"{sys.executable} -m parallel3d.cli config --schema | head -c 1"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (141, "{", "")
+
+
+def test_completion(tmp_path: Path):
+    code = f'p3d() {{ {sys.executable} -m parallel3d.cli "$@"; }}; eval "$(p3d completion bash)"; complete -p p3d parallel3d'
+    code += "; COMP_WORDS=(p3d plan --gl); COMP_CWORD=2; _shtab_p3d; echo ${COMPREPLY[@]}"
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
+    first, second, third = done.stdout.splitlines()
+    assert first.endswith("_shtab_p3d p3d")
+    assert second.endswith("_shtab_parallel3d parallel3d")
+    assert third == "--global-batch"
+
+
+def test_a_configuration_may_name_its_schema():
+    assert load({"$schema": "p3d.schema.json", "train_batch_size": 4}) == load({"train_batch_size": 4})

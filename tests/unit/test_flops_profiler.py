@@ -1,0 +1,75 @@
+"""DeepSpeed's FLOPs profiler: its counts are those of the layers' formulas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import parallel3d
+from parallel3d.deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
+
+ROWS, IN, MID, OUT = 32, 8, 16, 4
+FIRST, SECOND = 2 * ROWS * IN * MID, 2 * ROWS * MID * OUT
+PARAMETERS = (IN + 1) * MID + (MID + 1) * OUT
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(IN, MID), nn.ReLU(), nn.Sequential(nn.Linear(MID, OUT)))
+
+
+def test_a_models_profile(capsys: pytest.CaptureFixture[str]):
+    found = get_model_profile(model(), (ROWS, IN), as_string=False)
+    assert found == (FIRST + SECOND, (FIRST + SECOND) // 2, PARAMETERS)
+    printed = capsys.readouterr().out
+    assert f"depth 1: Sequential.0 {FIRST / 1e3:.2f} KFLOPS" in printed
+    assert f"    Sequential.2.0 {SECOND / 1e3:.2f} KFLOPS" in printed
+
+
+def test_texts_arguments_and_modules_that_are_left_out(tmp_path: Path):
+    file = tmp_path / "profile.txt"
+    inputs = {"kwargs": {"input": torch.ones(ROWS, IN)}, "ignore_modules": [nn.Sequential], "output_file": file}
+    found = get_model_profile(model(), warm_up=0, module_depth=1, **inputs)
+    assert found == (f"{FIRST / 1e3:.2f} KFLOPS", f"{FIRST / 2e3:.2f} KMACs", f"{PARAMETERS:.2f} ")
+    assert "Sequential.2.0" not in file.read_text()
+
+
+def test_a_profiler_counts_backwards_too():
+    net = model()
+    profiler = FlopsProfiler(net)
+    profiler.start_profile()
+    net(torch.ones(ROWS, IN)).sum().backward()
+    profiler.stop_profile()
+    # Gradients of both weights, and of the input of the second layer.
+    assert profiler.get_total_flops() == 2 * FIRST + 3 * SECOND
+    assert profiler.get_total_duration() > 0
+    profiler.end_profile()
+    assert profiler.get_total_flops() == 0
+
+
+@pytest.mark.parametrize("calls", [True, False], ids=["by calls", "train_batch"])
+def test_an_engine_profiles_the_step_that_the_configuration_names(tmp_path: Path, calls: bool):
+    """A forward, or all micro-batches of a train_batch with their backwards."""
+    file = tmp_path / "profile.txt"
+    config = {
+        "train_batch_size": 2 * ROWS,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "flops_profiler": {"enabled": True, "profile_step": 1, "detailed": False, "output_file": str(file)},
+    }
+    engine = parallel3d.initialize(model=model(), config=config)[0]
+    for step in range(3):
+        assert file.exists() == (step > 1)
+        if calls:
+            for _ in range(2):
+                engine.backward(engine(torch.ones(ROWS, IN)).sum())
+                engine.step()
+        else:
+            engine.module.register_forward_hook(lambda module, args, output: output.sum())
+            engine.train_batch(iter([torch.ones(ROWS, IN)] * 2))
+    flops = FIRST + SECOND if calls else 2 * (2 * FIRST + 3 * SECOND)
+    assert f"FLOPs profile of step 1, on this rank\nparameters {PARAMETERS:.2f} , FLOPs {flops / 1e3:.2f} K" in (
+        file.read_text()
+    )
