@@ -237,7 +237,9 @@ def main() -> None:
         plot_losses(directory / "metrics.csv", directory / "loss.svg")
         print(f"held-out loss {final:.3f} nats a byte after {args.steps} steps; a sample:")
         print("def " + text.decode(errors="replace"))
-        print(f"the curve of the loss is {directory}/loss.svg, and the timeline of the last step {directory}/timeline.svg")
+        print(
+            f"the curve of the loss is {directory}/loss.svg, and the timeline of the last step {directory}/timeline.svg"
+        )
     parallel3d.comm.destroy()
 
 
