@@ -31,7 +31,8 @@ _NOTES, _ROOT = "DEEPSPEED_TEST_NOTES", Path(__file__).resolve().parent.parent
 
 def pytest_configure() -> None:
     """Let the ranks of a test start with torch imported."""
-    multiprocessing.set_forkserver_preload(["torch", "deepspeed.pipe", "parallel3d.initialization"])
+    preload = ["torch", "deepspeed.pipe", "parallel3d.initialization", "deepspeed_test_ranks"]
+    multiprocessing.set_forkserver_preload(preload)
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
