@@ -65,6 +65,7 @@ TEST = [
     "peft>=0.17",
     "torchdata>=0.11",
     "selenium>=4.20",
+    "sybil>=9",
 ]
 
 setup(
