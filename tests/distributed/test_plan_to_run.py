@@ -35,12 +35,12 @@ parser = parallel3d.add_config_arguments(argparse.ArgumentParser())
 parser.add_argument("--model")
 args = parser.parse_args()
 config = json.load(open(args.deepspeed_config))
+torch.manual_seed(0)
 layers = models.from_hf(args.model, weights=False, config=config)
 module = parallel3d.PipelineModule(layers, loss_fn=models.causal_lm_loss, config=config)
-torch.manual_seed(0)
 data = [(ids, ids) for ids in torch.randint(64, (8, 32))]
 engine, *_ = parallel3d.initialize(args=args, model=module, training_data=data)
-losses = [float(engine.train_batch()) for _ in range(8)]
+losses = [float(engine.train_batch()) for _ in range(24)]
 if engine.global_rank == 0:
     print(json.dumps({"layers": len(layers), "stages": module.num_stages, "losses": losses}))
 parallel3d.comm.destroy()
@@ -71,4 +71,4 @@ def test_a_plan_of_half_blocks_trains(tmp_path: Path, capsys):
     told = json.loads(next(line for line in run.stdout.splitlines() if line.startswith("{")))
     assert told["layers"] == 2 * LLAMA["num_hidden_layers"] + 3
     assert told["stages"] == best["stages"] > 1
-    assert told["losses"][-1] < 0.9 * told["losses"][0]
+    assert told["losses"][-1] < 0.5 * told["losses"][0]
