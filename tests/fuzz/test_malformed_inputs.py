@@ -29,7 +29,7 @@ from parallel3d.config import Config, batch_sizes, load, parse_layout, read_sour
 from parallel3d.config.files import read_mapping
 from parallel3d.config.layout import configuration
 from parallel3d.errors import Parallel3DError
-from parallel3d.models import from_hf
+from parallel3d.models import DecoderConfig, from_hf
 from parallel3d.models.user_model import load_subject
 from parallel3d.monitor.run_record import read_run_record
 from parallel3d.planner.cluster.file import load_cluster
@@ -277,9 +277,11 @@ MODEL_KEYS = [
 def test_the_config_of_a_hugging_face_model(tmp_path: Path, text: str):
     (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
     layers = only_own_errors(from_hf, tmp_path, weights=False)
-    config = layers and layers[0].module_args[0]
-    sizes = config and [config.hidden_size, config.ffn_size, config.num_layers, config.num_heads * config.dim_of_head]
-    if sizes and max(*sizes, config.vocab_size, config.max_positions, config.kv_heads * config.dim_of_head) < 100:
+    config = layers[0].module_args[0] if layers else None
+    if not isinstance(config, DecoderConfig):  # refused, or an architecture that keeps the layers of transformers
+        return
+    sizes = [config.hidden_size, config.ffn_size, config.num_layers, config.num_heads * config.dim_of_head]
+    if max(*sizes, config.vocab_size, config.max_positions, config.kv_heads * config.dim_of_head) < 100:
         run_small(tmp_path)
 
 
