@@ -16,6 +16,7 @@ class Parser(argparse.ArgumentParser):
         """Add --version, which prints the command's name and the package's version."""
         self.add_argument("--version", action="version", version=f"{self.prog} {__version__}")
 
+    # Ignored: argparse declares one signature for each type of `namespace`.
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """As argparse's, which parse_args and the parsers of subcommands call too."""
         known = self._option_string_actions
