@@ -46,6 +46,20 @@ class Value(Recipe):
 
 
 @dataclass(eq=False)
+class Scaled(Value):
+    """A gradient that autograd has computed, times a factor, in the accumulator's dtype."""
+
+    factor: float
+
+    def put(self, accumulator: Tensor, adds: bool) -> None:
+        """accumulator += gradient * factor if `adds`, else accumulator = gradient * factor."""
+        if adds:
+            accumulator.add_(self.gradient, alpha=self.factor)
+        else:
+            accumulator.copy_(self.gradient.to_dense()).mul_(self.factor)
+
+
+@dataclass(eq=False)
 class Product(Recipe):
     """Gradient of a linear layer's weight, left^T @ right. left: [n, out], right: [n, in]."""
 

@@ -257,6 +257,13 @@ class DeepSpeedEngine(WritingEngine):
         """Return the factor of losses in the current step; 1 without scaling."""
         return self.update.loss_scale
 
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss times the loss scale, for `engine.scale(loss).backward()`; without float16 loss.backward() does.
+
+        Raises ConfigError for a tensor of more than one element.
+        """
+        return self._calls.scale(loss)
+
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Set whether the following micro-batches end a step, instead of counting gradient_accumulation_steps."""
         self.progress.set_boundary(is_boundary)

@@ -310,3 +310,76 @@ def test_a_gradient_behind_its_reduction_is_an_error(run_ranks, reentrant: bool,
             assert "use_reentrant=False" in found
         else:
             assert found == pytest.approx(norm, rel=1e-6)
+
+
+class WithPenalty(Model):
+    """Keeps a part of its loss apart from its output."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.penalty = self.second.weight.square().sum()
+        return super().forward(x, y)
+
+    def loss(self, g: int) -> Tensor:
+        return self(*micro_batch(g)) / 3 + self.penalty
+
+
+def call_backward(zero: dict[str, Any], precision: dict[str, Any], accumulation: int) -> list[float]:
+    """Return norms of the steps whose backwards the script runs by itself, and of the same by engine.backward."""
+    config = {
+        "train_micro_batch_size_per_gpu": SAMPLES,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"reduce_bucket_size": 32, **zero},
+        "steps_per_print": None,
+        **precision,
+    }
+    engine, *_ = parallel3d.initialize(model=WithPenalty(), config=config)
+    found = []
+    for way in ("own", "mixed", "engine.backward"):
+        rank, last = engine.global_rank, accumulation - 1
+        if way == "mixed":  # the first backward fails, and the step starts over
+            engine.module.fails = True
+            loss = engine(*micro_batch(0))
+            with pytest.raises(ArithmeticError, match="planted"):
+                engine.scale(loss).backward()
+            engine.module.fails = False
+        for k in range(accumulation):
+            loss = engine(*micro_batch(rank + 2 * k)) / 3 + engine.module.penalty
+            if way == "own" or (way == "mixed" and k == last):
+                torch.autograd.grad(loss, [engine.module.first.bias], retain_graph=True)  # adds to no gradient
+                engine.scale(loss).backward()
+            else:
+                engine.backward(loss)
+            engine.step()
+        found.append(engine.get_global_grad_norm().item())
+        with torch.no_grad(), parallel3d.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+            engine.module.load_state_dict(WithPenalty().state_dict())
+    return found
+
+
+def call_backward_everywhere(precision: dict[str, Any]) -> list[list[float]]:
+    return [call_backward(zero, precision, a) for zero in (*ZERO, {"stage": 3}) for a in (1, 3)]
+
+
+@pytest.mark.parametrize(
+    "precision", [{}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "loss_scale": 64}}], ids=str
+)
+def test_the_scripts_own_backward_equals_plain_pytorch(run_ranks, precision: dict[str, Any]):
+    tolerance = 1e-2 if precision else 1e-6
+    for found in run_ranks(2, call_backward_everywhere, precision):
+        for norms, accumulation in zip(found, (1, 3) * 4, strict=True):
+            model = WithPenalty()
+            (sum(model.loss(g) for g in range(2 * accumulation)) / (2 * accumulation)).backward()
+            wanted = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm().item()
+            assert norms == pytest.approx([wanted] * 3, rel=tolerance)
+
+
+def backward_without_scale() -> str:
+    engine = make(1, fp16={"enabled": True})
+    with pytest.raises(ExecutionError) as caught:
+        engine(*micro_batch(0)).backward()
+    return str(caught.value)
+
+
+def test_float16_asks_for_the_loss_scale(run_ranks):
+    assert "engine.scale(loss).backward()" in run_ranks(1, backward_without_scale)[0]
