@@ -61,7 +61,7 @@ class _Hooks:
         sink = self.sink()
         if self._came and sink is not None:
             assert isinstance(parameter, nn.Parameter)
-            sink._take_grad(parameter)
+            sink.take(parameter, parameter.grad)
 
 
 def _hooks(parameter: nn.Parameter) -> list[Callable[..., Any]]:
@@ -257,9 +257,16 @@ class GradientSink:
         entry.touched = entry.holds_gradient = True
         return accumulator
 
-    def _take_grad(self, parameter: nn.Parameter) -> None:
-        """Add what autograd has left in the `.grad` of a parameter, unless that is the accumulator itself."""
-        entry, gradient = self._ledger[parameter], parameter.grad
+    def foreign_grads(self) -> dict[nn.Parameter, Tensor]:
+        """Return the `.grad` of each parameter that a script has put there: no accumulator, and left by no backward."""
+        held = ((parameter, entry, parameter.grad) for parameter, entry in self._ledger.items())
+        return {
+            parameter: grad for parameter, entry, grad in held if grad is not None and grad is not entry.accumulator
+        }
+
+    def take(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        """Add what is in the `.grad` of a parameter, and clear that, unless it is the accumulator itself."""
+        entry = self._ledger[parameter]
         entry.touched = True
         if gradient is not None:
             if self._on_value is not None:

@@ -276,9 +276,24 @@ class StepByCalls:
         num_buckets = len(self._update.reducer.buckets.get((0,), ()))
         return [Instruction(Op.REDUCE_GRADS, 0, 0, bucket) for bucket in range(num_buckets)]
 
-    def finish(self) -> LossShare:
-        """End the step at a boundary. Returns this rank's share of the batch's loss."""
+    def _take_grads(self) -> None:
+        """Reduce the gradients that the script has put into the parameters' `.grad`, as a micro-batch of unknown loss.
+
+        They are what a backward of the loss times the loss scale would leave, on this replica.
+        """
+        reducer, progress = self._update.reducer, self._progress
+        if given := reducer.sink.foreign_grads():
+            reducer.start_step()
+            with reducer.backward(self._reduces(), 1.0 / self._model.groups.data.size):
+                for parameter, gradient in given.items():
+                    reducer.sink.take(parameter, gradient)
+            progress.losses.append(torch.tensor(torch.nan, dtype=torch.float64, device=self._model.device))
+
+    def finish(self) -> tuple[LossShare, int]:
+        """End the step at a boundary. Returns this rank's share of the batch's loss, and its number of micro-batches."""
         progress = self._progress
+        if not progress.losses:
+            self._take_grads()
         if not progress.losses:
             raise ExecutionError("engine.step() found no gradient: call engine.backward(loss) before it")
         if not progress.reduced:
@@ -287,8 +302,9 @@ class StepByCalls:
                 "inside no_sync, or not at an accumulation boundary; run the last one outside, at the boundary"
             )
         share = LossShare.of(progress.losses, progress.counts, self._model.groups, self._model.device)
+        num_micro_batches = progress.num_backwards
         progress.restart()
-        return share
+        return share, num_micro_batches
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -294,12 +294,11 @@ class Engine:
         """
         with self._attributing(Phase.CALL):
             self._calls.check_whole()
-            self._check_trains()
+            self._begin_calls()
             boundary = self.is_gradient_accumulation_boundary()
             if boundary:
                 check_metrics(self.lr_scheduler, lr_kwargs or {})
-                num_micro_batches = self.progress.num_backwards
-                self._finish_step(self._calls.finish(), num_micro_batches, **(lr_kwargs or {}))
+                self._finish_step(*self._calls.finish(), **(lr_kwargs or {}))
             self.progress.advance(boundary)
 
     def is_gradient_accumulation_boundary(self) -> bool:
