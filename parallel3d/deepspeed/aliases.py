@@ -29,12 +29,14 @@ ELSEWHERE = dict.fromkeys(_SMALL.split(), "deepspeed.names") | {
     "runtime.activation_checkpointing.checkpointing": "deepspeed.checkpointing",
     "runtime.dataloader": "pipe.data",
     "runtime.engine": "deepspeed.accessors",
+    "runtime.fp16.loss_scaler": "optim.precision",
     "runtime.pipe": "pipe",
     "runtime.pipe.engine": "deepspeed.accessors",
     "runtime.pipe.module": "pipe",
     "runtime.pipe.schedule": "deepspeed.schedules",
     "runtime.pipe.topology": "deepspeed.topology",
     "utils.numa": "launcher.hosts",
+    "utils.tensor_fragment": "deepspeed.utils",
 }
 
 
