@@ -22,7 +22,6 @@ runtime.sequence_parallel runtime.sequence_parallel.ulysses_sp runtime.zero.conf
 runtime.zero.stage_1_and_2 runtime.zero.utils sequence sequence.layer utils.groups utils.torch"""
 # DeepSpeed's modules whose names are elsewhere in this package.
 ELSEWHERE = dict.fromkeys(_SMALL.split(), "deepspeed.names") | {
-    "launcher.multinode_runner": "deepspeed.names",
     "monitor.monitor": "monitor.writers",
     "profiling.flops_profiler.profiler": "deepspeed.profiling.flops_profiler",
     "runtime.activation_checkpointing": "deepspeed",

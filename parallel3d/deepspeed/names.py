@@ -69,7 +69,6 @@ _NO_COUNTERPART = {
         for stage in (2, 3)
         for what in ("", "_all_live", "_all_cold")
     },
-    "MultiNodeRunner": "the command deepspeed itself starts the nodes, by ssh or with --no_ssh on each",
 }
 _BUILDERS = {
     "CPUAdam": "cpu_adam",
