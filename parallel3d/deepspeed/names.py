@@ -24,7 +24,6 @@ from parallel3d.config.zero import OffloadOptimizerConfig, OffloadParamConfig, Z
 from parallel3d.errors import ConfigError
 
 ADAM_OPTIMIZER = "adam"
-DeepSpeedZeroConfig = ZeroConfig
 DeepSpeedZeroOffloadOptimizerConfig = OffloadOptimizerConfig
 DeepSpeedZeroOffloadParamConfig = OffloadParamConfig
 DeepSpeedFP16Config, DeepSpeedBF16Config = Fp16Config, Bf16Config
@@ -159,6 +158,17 @@ class DeepSpeedConfig(Config):
         sizes = batch_sizes(self, pipe=1, data=self._replicas, model=1)
         self.train_batch_size, self.train_micro_batch_size_per_gpu = sizes.train_batch_size, sizes.micro_batch_size
         self.gradient_accumulation_steps = sizes.num_micro_batches
+
+
+class DeepSpeedZeroConfig(ZeroConfig):
+    """The section zero_optimization of DeepSpeed's keys. They are read without "stage3_", those without effect here, too."""
+
+    def __init__(self, **keys: Any) -> None:
+        section = load({"zero_optimization": keys}).zero_optimization
+        super().__init__(**{name: getattr(section, name) for name in section.model_fields_set})
+        values = {"overlap_comm": self.stage == 3, "pipeline_loading_checkpoint": False} | vars(self) | keys
+        short = {name.replace("_fp16_", "_16bit_").removeprefix("stage3_"): value for name, value in values.items()}
+        vars(self).update({name: value for name, value in short.items() if name not in type(self).model_fields})
 
 
 def get_bfloat16_config(config: Mapping[str, Any]) -> Any:

@@ -52,12 +52,12 @@ class MultiNodeRunner:
         self.args, self.exports = args, dict[str, str]()
 
     def add_export(self, key: str, var: str) -> None:
-        """Pass a variable on to all hosts."""
-        self.exports[key] = var
+        """Pass a variable on to all hosts. In `exports` it is quoted for a shell if need be, with double quotes."""
+        self.exports[key] = var if shlex.quote(var) == var else f'"{var}"'
 
     def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Any]) -> list[str]:
         """Return the command; its environment gets the variables of add_export. Raises ConfigError."""
-        environment.update(self.exports)
+        environment.update({name: value.strip('"') for name, value in self.exports.items()})
         hosts = {host: slots if isinstance(slots, int) else len(slots) for host, slots in active_resources.items()}
         options = argparse.Namespace(**{**vars(self.args), "launcher": self.launcher})
         return nodes_command(options, hosts, self.exports)

@@ -168,11 +168,12 @@ def test_commands_of_other_launchers():
     ]
     for kind in (MPICHRunner, MVAPICHRunner, IMPIRunner):
         runner = kind(options, encode_world_info(hosts))
-        runner.add_export("A", "x,y")
+        runner.add_export("A", "4(x2)")
         runner.add_export("B", "1")
+        assert runner.exports == {"A": '"4(x2)"', "B": "1"}
         command = ["mpirun", "-n", "8", "-ppn", "4", "-hosts", "a,b", "-genvlist", "A,B", *program]
         assert runner.get_cmd(environment, hosts) == command
-    assert environment == {"HOME": "/root", "A": "x,y", "B": "1"}
+    assert environment == {"HOME": "/root", "A": "4(x2)", "B": "1"}
 
 
 def test_ranks_of_one_host_meet_there():

@@ -69,6 +69,13 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.utils.tensor_fragment import fragment_address, safe_get_full_grad
 assert ZeroStageEnum(2) is ZeroStageEnum.gradients
+from deepspeed.launcher import multinode_runner
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+zero = DeepSpeedZeroConfig(stage3_gather_fp16_weights_on_model_save=True, cpu_offload=True, stage=3)
+assert (zero.gather_16bit_weights_on_model_save, zero.overlap_comm, zero.offload_optimizer.device) == (True, True, "cpu")
+config.zero_optimization = zero
+import pickle
+assert pickle.loads(pickle.dumps(DeepSpeedCPUAdam)) is DeepSpeedCPUAdam
 from deepspeed import env_report
 assert env_report.__file__.startswith(sys.path[0]) and env_report.main() == 0
 with deepspeed.OnDevice(dtype=torch.bfloat16):
