@@ -49,7 +49,7 @@ class WheelOfItsPlatform(bdist_wheel):
 
 
 PLOT = ["matplotlib>=3.8"]
-HUGGINGFACE = ["accelerate>=1.10", "peft>=0.17", "trl>=1.0; python_version >= '3.11'", "datasets>=4"]
+HUGGINGFACE = ["accelerate>=1.10", "peft>=0.17", "trl>=1.0", "datasets>=4"]
 TEST = [
     "pytest>=8",
     "pytest-xdist>=3.6",
@@ -82,9 +82,9 @@ setup(
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
-        "Programming Language :: Python :: 3.10",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],
@@ -98,9 +98,9 @@ setup(
         "parallel3d.planner.report": ["page/*"],
     },
     cmdclass={"build_py": BuildWithKernels, "bdist_wheel": WheelOfItsPlatform},
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     install_requires=[
-        "torch>=2.11",
+        "torch>=2.8",
         "numpy>=1.26",
         "networkx>=3.2",
         "jinja2>=3.1",
