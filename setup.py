@@ -1,5 +1,6 @@
 """Packaging. Tool settings live in pyproject.toml; constraints.txt pins what CI installs."""
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -48,6 +49,13 @@ class WheelOfItsPlatform(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
+# An index page has no files beside it: pictures go, and links to files become their text.
+README = re.sub(
+    r"!?\[([^\]]*)\]\((?!https?://)[^)]*\)",
+    lambda link: "" if link[0][0] == "!" else link[1],
+    (ROOT / "README.md").read_text(),
+)
+
 PLOT = ["matplotlib>=3.8"]
 HUGGINGFACE = ["accelerate>=1.10", "peft>=0.17", "trl>=1.0", "datasets>=4"]
 TEST = [
@@ -72,7 +80,7 @@ setup(
     name="parallel3d",
     version="0.1.0",
     description="Trains neural networks across pipeline stages, ZeRO data parallelism and tensor slices at once",
-    long_description=open("README.md", encoding="utf-8").read(),
+    long_description=README,
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     classifiers=[
