@@ -61,7 +61,7 @@ class _Hooks:
         sink = self.sink()
         if self._came and sink is not None:
             assert isinstance(parameter, nn.Parameter)
-            sink.take(parameter, parameter.grad)
+            sink._take_grad(parameter)
 
 
 def _hooks(parameter: nn.Parameter) -> list[Callable[..., Any]]:
@@ -264,9 +264,9 @@ class GradientSink:
             parameter: grad for parameter, entry, grad in held if grad is not None and grad is not entry.accumulator
         }
 
-    def take(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        """Add what is in the `.grad` of a parameter, and clear that, unless it is the accumulator itself."""
-        entry = self._ledger[parameter]
+    def _take_grad(self, parameter: nn.Parameter) -> None:
+        """Add what autograd has left in the `.grad` of a parameter, unless that is the accumulator itself."""
+        entry, gradient = self._ledger[parameter], parameter.grad
         entry.touched = True
         if gradient is not None:
             if self._on_value is not None:

@@ -88,7 +88,9 @@ class Engine:
         self._garbage = GarbageFreezer(config.gc_freeze and model.device.type == "cuda")
         self._runner = BatchRunner(model, config, self.update, precision, progress, self.reports, on_loss, transport)
         attending, programs = self._runner.attending, self._runner.programs
-        self._calls = StepByCalls(model, self.module, self.update, precision, progress, self.data, attending, on_loss)
+        self._calls: StepByCalls = StepByCalls(
+            model, self.module, self.update, precision, progress, self.data, attending, on_loss
+        )
         self._auto = (
             AutoSchedule(model, programs, config.pipeline, monitor) if config.pipeline.schedule == "auto" else None
         )
