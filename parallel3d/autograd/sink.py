@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from parallel3d.autograd.recipes import Recipe, Scaled, Value
+from parallel3d.autograd.recipes import Recipe, Value
 from parallel3d.errors import ExecutionError
 
 # A tensor to add to, or a function that returns one when a gradient arrives.
@@ -49,7 +49,7 @@ class _Hooks:
         sink, parameter = self.sink(), self._parameter()
         if sink is not None and parameter is not None and sink._on_gradient is not None:
             sink._on_gradient(parameter)
-        if parameter is not None and (torch.is_grad_enabled() or (sink is not None and sink._factor is not None)):
+        if parameter is not None and (torch.is_grad_enabled() or (sink is not None and sink._factor != 1.0)):
             # create_graph=True: autograd would leave a new tensor, the sum of the accumulator and the gradient. And a gradient
             # that is to be multiplied must come alone.
             parameter.grad = None
@@ -124,7 +124,7 @@ class GradientSink:
         self.is_deferring = False
         # Called by the current backward with a weight gradient, instead of returning it to autograd.
         self._take: Callable[[nn.Parameter, Recipe], None] | None = None
-        self._factor: float | None = None  # of the gradients that autograd brings in the current backward; None for 1
+        self._factor = 1.0  # of the gradients of the current backward
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle a sink as a new one without parameters: it must not take gradients of a copied layer."""
@@ -250,10 +250,9 @@ class GradientSink:
         if self._on_value is not None:
             self._on_value(parameter, accumulator)
 
-    @staticmethod
-    def _accumulate(entry: _Entry, gradient: Recipe) -> Tensor:
+    def _accumulate(self, entry: _Entry, gradient: Recipe) -> Tensor:
         accumulator = entry.accumulator if isinstance(entry.accumulator, Tensor) else entry.accumulator()
-        gradient.put(accumulator, adds=entry.holds_gradient or not entry.overwrites)
+        gradient.put(accumulator, entry.holds_gradient or not entry.overwrites, self._factor)
         entry.touched = entry.holds_gradient = True
         return accumulator
 
@@ -273,8 +272,7 @@ class GradientSink:
                 self._on_value(parameter, gradient)
             if gradient is not entry.accumulator:
                 parameter.grad = None
-                value = gradient.detach()
-                self._accumulate(entry, Value(value) if self._factor is None else Scaled(value, self._factor))
+                self._accumulate(entry, Value(gradient.detach()))
         self._complete(parameter)
 
     def deferring(self, place: Hashable) -> AbstractContextManager[None]:
@@ -301,7 +299,7 @@ class GradientSink:
         try:
             yield
         finally:
-            self._factor = None
+            self._factor = 1.0
 
     @contextmanager
     def _taking(self, take: Callable[[nn.Parameter, Recipe], None]) -> Iterator[None]:

@@ -12,7 +12,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from parallel3d.autograd.recipes import Scaled
+from parallel3d.autograd.recipes import Value
 from parallel3d.autograd.sink import accumulates
 from parallel3d.engine.update import LossShare, WeightUpdate
 from parallel3d.errors import ConfigError, ExecutionError
@@ -285,9 +285,9 @@ class StepByCalls:
         reducer, progress = self._update.reducer, self._progress
         if given := reducer.sink.foreign_grads():
             reducer.start_step()
-            with reducer.backward(self._reduces()), torch.no_grad():
+            with reducer.backward(self._reduces(), 1.0 / self._model.groups.data.size), torch.no_grad():
                 for parameter, gradient in given.items():
-                    reducer.sink.add(parameter, Scaled(gradient.detach(), 1.0 / self._model.groups.data.size))
+                    reducer.sink.add(parameter, Value(gradient.detach()))
             progress.losses.append(torch.tensor(torch.nan, dtype=torch.float64, device=self._model.device))
 
     def finish(self) -> tuple[LossShare, int]:

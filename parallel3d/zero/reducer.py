@@ -173,14 +173,14 @@ class GradientReducer:
         self.sink.open()
 
     @contextmanager
-    def backward(self, reduces: Sequence[Instruction], factor: float | None = None) -> Iterator[None]:
+    def backward(self, reduces: Sequence[Instruction], factor: float = 1.0) -> Iterator[None]:
         """Run a BACKWARD in this context; launch these REDUCE_GRADS in order, each as soon as its bucket is full.
 
         Half-precision weight gradients go straight into wider accumulators, where make_splittable has made that possible:
-        autograd would write, read and add them once more. factor: multiply all gradients, none of which goes there then.
+        autograd would write, read and add them once more. factor: multiplies all gradients.
         """
         fuses = self.sink.fusing() if self._policy.weight_dtype else nullcontext()
-        with self._launching(reduces), fuses if factor is None else self.sink.scaling(factor):
+        with self._launching(reduces), fuses, self.sink.scaling(factor):
             yield
 
     def backward_input(self, place: Hashable) -> AbstractContextManager[None]:
