@@ -4,11 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PACKAGE := $(VENV)/.package
 STAMP := $(VENV)/.installed
+DOCS := $(VENV)/.docs
 LAYOUT ?= pp2,dp2
 ARGS ?=
 FUZZ_SECONDS ?= 3600
 
-.PHONY: setup train test test-all dist fuzz lint clean
+.PHONY: setup train test test-all dist docs fuzz lint clean
 
 setup: $(STAMP)
 
@@ -42,6 +43,14 @@ dist: setup
 	build/clean/bin/pip install -q -c constraints.txt build/dist/*.tar.gz
 	cd build/clean && bin/p3d --version && bin/p3d plan --model gpt2 --cluster 2xL40S --global-batch 8 --out plan \
 	  && bin/p3d config plan/config.json --world 2
+
+$(DOCS): $(STAMP)
+	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
+	touch $(DOCS)
+
+# The site, in build/docs: python3 -m http.server -d build/docs
+docs: $(DOCS)
+	$(BIN)/mkdocs build --strict
 
 # Malformed inputs, others in each round.
 fuzz: setup
