@@ -178,6 +178,7 @@ def test_the_code_of_the_guide_to_hugging_face_runs(tmp_path: Path):
 def test_a_tutorial_does_what_it_shows(run_ranks, tmp_path: Path, capsys, monkeypatch, tutorial: Path):
     """Its Python on two ranks, its commands of p3d, and what both print. Commands that start ranks are other tests'."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(DOCS.parent / "examples")
     for line in "\n".join(blocks(tutorial, "bash")).splitlines():
         if line.startswith("p3d "):
             assert main(shlex.split(line, comments=True)[1:]) == 0
