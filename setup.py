@@ -50,7 +50,7 @@ class WheelOfItsPlatform(bdist_wheel):
 
 PLOT = ["matplotlib>=3.8"]
 HUGGINGFACE = ["accelerate>=1.10", "peft>=0.17", "trl>=1.0; python_version >= '3.11'", "datasets>=4"]
-DOCS = ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.30"]
+DOCS = ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.30", "nbconvert>=7.16", "ipykernel>=6.29"]
 TEST = [
     "pytest>=8",
     "pytest-xdist>=3.6",
