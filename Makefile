@@ -8,8 +8,9 @@ DOCS := $(VENV)/.docs
 LAYOUT ?= pp2,dp2
 ARGS ?=
 FUZZ_SECONDS ?= 3600
+TORCH ?= 2.8.0
 
-.PHONY: setup train test test-all dist docs fuzz lint clean
+.PHONY: setup train test test-all test-versions dist docs fuzz lint clean
 
 setup: $(STAMP)
 
@@ -34,6 +35,12 @@ test: setup
 test-all: setup
 	$(BIN)/pip install -q -c constraints.txt -e ".[test,huggingface]"
 	$(MAKE) test ARGS="--full $(ARGS)"
+
+# All tests with another Python or PyTorch, in an environment of its own: make test-versions PYTHON=python3.13 TORCH=2.15.0
+test-versions:
+	$(PYTHON) -m venv --clear build/versions
+	build/versions/bin/pip install -q torch==$(TORCH) -e ".[test]"
+	build/versions/bin/python -m pytest -n 3 --dist worksteal $(ARGS)
 
 # The sdist, and the wheel that pip makes of it, in an environment of their own, away from the sources.
 dist: setup
