@@ -8,7 +8,7 @@ LAYOUT ?= pp2,dp2
 ARGS ?=
 FUZZ_SECONDS ?= 3600
 
-.PHONY: setup train test test-all dist fuzz lint clean
+.PHONY: setup train test test-all readme fuzz lint clean
 
 setup: $(STAMP)
 
@@ -34,14 +34,11 @@ test-all: setup
 	$(BIN)/pip install -q -c constraints.txt -e ".[test,huggingface]"
 	$(MAKE) test ARGS="--full $(ARGS)"
 
-# The sdist, and the wheel that pip makes of it, in an environment of their own, away from the sources.
-dist: setup
-	rm -rf build/dist build/clean
+# README's commands, from the sdist, in an environment of their own.
+readme: setup
+	rm -rf build/dist build/readme
 	$(BIN)/python setup.py -q sdist --dist-dir build/dist
-	$(PYTHON) -m venv build/clean
-	build/clean/bin/pip install -q -c constraints.txt build/dist/*.tar.gz
-	cd build/clean && bin/p3d --version && bin/p3d plan --model gpt2 --cluster 2xL40S --global-batch 8 --out plan \
-	  && bin/p3d config plan/config.json --world 2
+	$(BIN)/python tools/readme.py build/dist/*.tar.gz build/readme
 
 # Malformed inputs, others in each round.
 fuzz: setup
