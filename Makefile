@@ -7,8 +7,9 @@ STAMP := $(VENV)/.installed
 LAYOUT ?= pp2,dp2
 ARGS ?=
 FUZZ_SECONDS ?= 3600
+TORCH ?= 2.8.0
 
-.PHONY: setup train test test-all readme fuzz lint clean
+.PHONY: setup train test test-all test-versions readme fuzz lint clean
 
 setup: $(STAMP)
 
@@ -33,6 +34,12 @@ test: setup
 test-all: setup
 	$(BIN)/pip install -q -c constraints.txt -e ".[test,huggingface]"
 	$(MAKE) test ARGS="--full $(ARGS)"
+
+# All tests with another Python or PyTorch, in an environment of its own: make test-versions PYTHON=python3.13 TORCH=2.15.0
+test-versions:
+	$(PYTHON) -m venv --clear build/versions
+	build/versions/bin/pip install -q torch==$(TORCH) -e ".[test]"
+	build/versions/bin/python -m pytest -n 3 --dist worksteal $(ARGS)
 
 # README's commands, from the sdist, in an environment of their own.
 readme: setup
