@@ -58,6 +58,7 @@ README = re.sub(
 
 PLOT = ["matplotlib>=3.8"]
 HUGGINGFACE = ["accelerate>=1.10", "peft>=0.17", "trl>=1.0", "datasets>=4"]
+DOCS = ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.30", "nbconvert>=7.16", "ipykernel>=6.29"]
 TEST = [
     "pytest>=8",
     "pytest-xdist>=3.6",
@@ -119,6 +120,6 @@ setup(
         "safetensors>=0.4.3",
         "shtab>=1.7",
     ],
-    extras_require={"plot": PLOT, "huggingface": HUGGINGFACE, "test": TEST + PLOT},
+    extras_require={"plot": PLOT, "huggingface": HUGGINGFACE, "docs": DOCS, "test": TEST + PLOT},
     entry_points={"console_scripts": ["parallel3d = parallel3d.launcher:main", "p3d = parallel3d.cli:main"]},
 )
