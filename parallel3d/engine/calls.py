@@ -244,8 +244,11 @@ class StepByCalls:
         assert self._around is not None
         self._around.close()
         self._around, self._scaled = None, False
-        loss = self._loss if self._loss is not None else torch.tensor(torch.nan, device=self._model.device)
-        self._progress.losses.append(loss.double() * weight)
+        loss = self._unknown_loss() if self._loss is None else self._loss.double()
+        self._progress.losses.append(loss * weight)
+
+    def _unknown_loss(self) -> Tensor:
+        return torch.full((), torch.nan, dtype=torch.float64, device=self._model.device)  # waits for no copy
 
     def drop_unfinished(self) -> None:
         """Start the step over if a backward that the script ran itself has not ended: it raised an exception."""
@@ -288,7 +291,7 @@ class StepByCalls:
             with reducer.backward(self._reduces(), 1.0 / self._model.groups.data.size), torch.no_grad():
                 for parameter, gradient in given.items():
                     reducer.sink.add(parameter, Value(gradient.detach()))
-            progress.losses.append(torch.tensor(torch.nan, dtype=torch.float64, device=self._model.device))
+            progress.losses.append(self._unknown_loss())
 
     def finish(self) -> tuple[LossShare, int]:
         """End the step at a boundary. Returns this rank's share of the batch's loss, and its number of micro-batches."""
