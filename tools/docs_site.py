@@ -85,7 +85,7 @@ def _shown(source: Path) -> str:
         text, language = "\n".join(sorted(path.name for path in source.iterdir())), "text"
     else:
         text, language = source.read_text(encoding="utf-8"), source.suffix.removeprefix(".")
-    head = f"---\nsearch: {{exclude: true}}\n---\n# {source.relative_to(ROOT)}\n"
+    head = f"---\nsearch: {{exclude: true}}\nhide: [navigation, toc]\n---\n# {source.relative_to(ROOT)}\n"
     return f'{head}\n````{language} linenums="1"\n{text}\n````\n'
 
 
