@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PACKAGE := $(VENV)/.package
 STAMP := $(VENV)/.installed
+DOCS := $(VENV)/.docs
 LAYOUT ?= pp2,dp2
 ARGS ?=
 FUZZ_SECONDS ?= 3600
 TORCH ?= 2.8.0
 
-.PHONY: setup train test test-all test-versions readme fuzz lint clean
+.PHONY: setup train test test-all test-versions readme docs fuzz lint clean
 
 setup: $(STAMP)
 
@@ -46,6 +47,14 @@ readme: setup
 	rm -rf build/dist build/readme
 	$(BIN)/python setup.py -q sdist --dist-dir build/dist
 	$(BIN)/python tools/readme.py build/dist/*.tar.gz build/readme
+
+$(DOCS): $(STAMP)
+	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
+	touch $(DOCS)
+
+# The site, in build/docs: python3 -m http.server -d build/docs
+docs: $(DOCS)
+	$(BIN)/mkdocs build --strict
 
 # Malformed inputs, others in each round.
 fuzz: setup

@@ -335,9 +335,9 @@ class Engine:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save the whole state of the training as <save_dir>/<tag>; return True.
+        """Save the whole state of the training as `<save_dir>/<tag>`; return True.
 
-        - tag: "global_step<n>" by default. An existing checkpoint is replaced once all of the new one is on the disk.
+        - tag: `"global_step<n>"` by default. An existing checkpoint is replaced once all of the new one is on the disk.
         - client_state: rank 0's is saved. It may hold JSON values, tensors, numpy arrays, and lists, tuples and mappings of
           these.
         - save_latest: whether the file `latest` names this checkpoint.
