@@ -10,7 +10,7 @@ ARGS ?=
 FUZZ_SECONDS ?= 3600
 TORCH ?= 2.8.0
 
-.PHONY: setup train test test-all test-versions dist docs fuzz lint clean
+.PHONY: setup train test test-all test-versions readme docs fuzz lint clean
 
 setup: $(STAMP)
 
@@ -42,14 +42,11 @@ test-versions:
 	build/versions/bin/pip install -q torch==$(TORCH) -e ".[test]"
 	build/versions/bin/python -m pytest -n 3 --dist worksteal $(ARGS)
 
-# The sdist, and the wheel that pip makes of it, in an environment of their own, away from the sources.
-dist: setup
-	rm -rf build/dist build/clean
+# README's commands, from the sdist, in an environment of their own.
+readme: setup
+	rm -rf build/dist build/readme
 	$(BIN)/python setup.py -q sdist --dist-dir build/dist
-	$(PYTHON) -m venv build/clean
-	build/clean/bin/pip install -q -c constraints.txt build/dist/*.tar.gz
-	cd build/clean && bin/p3d --version && bin/p3d plan --model gpt2 --cluster 2xL40S --global-batch 8 --out plan \
-	  && bin/p3d config plan/config.json --world 2
+	$(BIN)/python tools/readme.py build/dist/*.tar.gz build/readme
 
 $(DOCS): $(STAMP)
 	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
