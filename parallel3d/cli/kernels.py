@@ -140,7 +140,7 @@ def _table(findings: Sequence[Finding]) -> Table:
 def _describe_host() -> str:
     names = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
     devices = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-    unproven = names and torch.__version__ < (2, 11)
+    unproven = names and torch.__version__ < "2.11"
     return (
         f"Python {platform.python_version()}, PyTorch {torch.__version__}, CUDA devices: {devices or 'none'}\n"
         f"{_UNPROVEN if unproven else ''}"
