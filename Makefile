@@ -8,7 +8,7 @@ DOCS := $(VENV)/.docs
 LAYOUT ?= pp2,dp2
 ARGS ?=
 FUZZ_SECONDS ?= 3600
-TORCH ?= 2.8.0
+TORCH ?= 2.11.0
 
 .PHONY: setup train test test-all test-versions readme docs fuzz lint clean
 

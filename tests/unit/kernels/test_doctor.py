@@ -202,13 +202,3 @@ def test_the_exit_code_is_1_where_what_is_asked_for_is_off(
         assert ("on 4 hosts" in text) == (sizes == 8)
         assert "2 x H100" in text
     assert main(["doctor", "--config", str(path), "--tensor_parallel", "0"]) == 2
-
-
-@pytest.mark.parametrize(
-    ("version", "gpus", "unproven"), [("2.8.0", 1, True), ("2.11.0+cu130", 1, False), ("2.8.0", 0, False)]
-)
-def test_an_old_pytorch_is_unproven_on_cuda(host: Host, monkeypatch, capsys, version: str, gpus: int, unproven: bool):
-    host(gpus=gpus)
-    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
-    main(["doctor"])
-    assert ("install torch>=2.11" in capsys.readouterr().out) == unproven
