@@ -110,7 +110,7 @@ setup(
     cmdclass={"build_py": BuildWithKernels, "bdist_wheel": WheelOfItsPlatform},
     python_requires=">=3.11",
     install_requires=[
-        "torch>=2.8",
+        "torch>=2.11",
         "numpy>=1.26",
         "networkx>=3.2",
         "jinja2>=3.1",

@@ -23,8 +23,8 @@ from parallel3d.pipe import LayerSpec, PipelineModule
 TRAINED_ON = 1500  # of 1797 pictures
 CONFIG = {
     "train_batch_size": 60,
-    "train_micro_batch_size_per_gpu": 10,
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01}},
+    "train_micro_batch_size_per_gpu": 15,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.005, "weight_decay": 0.01}},
     "dataloader_shuffle": True,
     "steps_per_print": None,
 }
@@ -45,25 +45,15 @@ class Residual(nn.Module):
         return F.relu(self.norms[1](self.second(y)) + self.shortcut(x))
 
 
-class Head(nn.Module):
-    """x: [batch, channels, height, width] -> logits [batch, classes]."""
-
-    def __init__(self, channels: int, classes: int):
-        super().__init__()
-        self.linear = nn.Linear(channels, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x.mean((2, 3)))
-
-
-def layers() -> list[LayerSpec]:
+def layers() -> list[LayerSpec | nn.Module]:
     """Return the whole network; each rank builds the layers of its own stage."""
     return [
         LayerSpec(nn.Conv2d, 1, 16, 3, padding=1),
         LayerSpec(Residual, 16, 16),
         LayerSpec(Residual, 16, 32, stride=2),
         LayerSpec(Residual, 32, 32),
-        LayerSpec(Head, 32, 10),
+        nn.Flatten(),
+        LayerSpec(nn.Linear, 32 * 4 * 4, 10),
     ]
 
 
@@ -84,7 +74,7 @@ def train(steps: int) -> tuple[list[float], float | None]:
         model=model,
         config=CONFIG,
         training_data=training,
-        lr_scheduler=lambda o: OneCycleLR(o, 0.01, total_steps=steps),
+        lr_scheduler=lambda o: OneCycleLR(o, 0.005, total_steps=steps),
     )
     losses = []
     for step in range(1, steps + 1):
@@ -101,7 +91,7 @@ def train(steps: int) -> tuple[list[float], float | None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=75)
     parallel3d.init_distributed()
     _, accuracy = train(parser.parse_args().steps)
     if accuracy is not None:

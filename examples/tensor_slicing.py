@@ -25,7 +25,7 @@ HIDDEN, INNER, MICRO_BATCH = 32, 50, 4  # two ranks have 25 of the inner feature
 CONFIG = {
     "train_micro_batch_size_per_gpu": MICRO_BATCH,
     "gradient_accumulation_steps": 4,
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01}},
+    "optimizer": {"type": "SGD", "params": {"lr": 0.2, "momentum": 0.9}},
     "steps_per_print": None,
 }
 
@@ -99,7 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2, help="tensor-parallel ranks")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=40)
     args = parser.parse_args()
     parallel3d.init_distributed()
     losses = train(args.stages, args.ranks, args.steps)
