@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from parallel3d.comm.collectives import all_gather_object
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.pipe.programs import Programs
@@ -49,3 +51,5 @@ class FreedMemory:
             for s in range(1 + max(stage for stage, _ in everyone))
         ]
         self._filled = self._programs.filled(len(self._of[1]), freed)
+        # Weights can't be put into the allocator's blocks of activations, but activations into those of weights.
+        torch.cuda.empty_cache()

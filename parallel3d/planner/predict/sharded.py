@@ -32,6 +32,11 @@ class ShardedWeights:
         """Return the lifetimes that the executor adds to its program."""
         return Lifetimes(self.uses, {unit: size for own in self.elements for unit, size in own.items()}, limits)
 
+    def in_elements(self, freed: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return how many elements of weights take at most so many bytes, for each number of each stage."""
+        widest = [max((size.nbytes // size.numel for size in own.values()), default=1) for own in self.sizes]
+        return [[nbytes // each for nbytes in own] for own, each in zip(freed, widest, strict=False)]
+
     def gathers(self, links: LayoutLinks, placement: Sequence[int]) -> dict[tuple[Op, int, int | None], float]:
         """Return the seconds of each unit's gather, which may stand before a compute of any chunk of its stage.
 
