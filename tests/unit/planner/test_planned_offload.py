@@ -86,6 +86,20 @@ def test_a_gather_copies_the_shard_to_the_device_first(gpus: int, place: dict[st
     assert found[0].makespan == pytest.approx(2 * SHARDED / gpus / rate, rel=0.02)
 
 
+def test_memory_that_activations_leave_is_filled_with_weights_at_the_same_peak() -> None:
+    words, live = "pp1,zero3,1f1b,m4,mb16", 3 * BLOCK
+    zero = {"stage3_max_live_parameters": live}
+    off, on = (
+        predicted(words, zero | {"offload_param": {**CPU, "fill_freed_memory": fills}}, batch=64)
+        for fills in (False, True)
+    )
+    gathers = [sum(i.op is Op.GATHER_PARAMS for i in step.program.instructions[0]) for step in (off, on)]
+    assert gathers[1] < 0.7 * gathers[0]
+    assert on.makespan < 0.7 * off.makespan
+    assert on.memory[0].parts["gathered"] <= 2 * live
+    assert on.memory[0].allocated <= off.memory[0].allocated - off.memory[0].parts["gathered"] + 2 * live
+
+
 def test_as_many_shards_are_in_host_memory_as_max_in_cpu_says() -> None:
     most = EVERY // 2
     step = predicted("pp2,dp2,zero3,1f1b,m1,mb1", {"offload_param": {**CPU, "max_in_cpu": most // 4}}, gpus=4, batch=2)
