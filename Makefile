@@ -4,11 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PACKAGE := $(VENV)/.package
 STAMP := $(VENV)/.installed
+DOCS := $(VENV)/.docs
 LAYOUT ?= pp2,dp2
 ARGS ?=
 FUZZ_SECONDS ?= 3600
+TORCH ?= 2.8.0
 
-.PHONY: setup train test test-all dist fuzz lint clean
+.PHONY: setup train test test-all test-versions readme docs fuzz lint clean
 
 setup: $(STAMP)
 
@@ -34,14 +36,25 @@ test-all: setup
 	$(BIN)/pip install -q -c constraints.txt -e ".[test,huggingface]"
 	$(MAKE) test ARGS="--full $(ARGS)"
 
-# The sdist, and the wheel that pip makes of it, in an environment of their own, away from the sources.
-dist: setup
-	rm -rf build/dist build/clean
+# All tests with another Python or PyTorch, in an environment of its own: make test-versions PYTHON=python3.13 TORCH=2.15.0
+test-versions:
+	$(PYTHON) -m venv --clear build/versions
+	build/versions/bin/pip install -q torch==$(TORCH) -e ".[test]"
+	build/versions/bin/python -m pytest -n 3 --dist worksteal $(ARGS)
+
+# README's commands, from the sdist, in an environment of their own.
+readme: setup
+	rm -rf build/dist build/readme
 	$(BIN)/python setup.py -q sdist --dist-dir build/dist
-	$(PYTHON) -m venv build/clean
-	build/clean/bin/pip install -q -c constraints.txt build/dist/*.tar.gz
-	cd build/clean && bin/p3d --version && bin/p3d plan --model gpt2 --cluster 2xL40S --global-batch 8 --out plan \
-	  && bin/p3d config plan/config.json --world 2
+	$(BIN)/python tools/readme.py build/dist/*.tar.gz build/readme
+
+$(DOCS): $(STAMP)
+	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
+	touch $(DOCS)
+
+# The site, in build/docs: python3 -m http.server -d build/docs
+docs: $(DOCS)
+	$(BIN)/mkdocs build --strict
 
 # Malformed inputs, others in each round.
 fuzz: setup

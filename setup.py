@@ -1,5 +1,6 @@
 """Packaging. Tool settings live in pyproject.toml; constraints.txt pins what CI installs."""
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -48,8 +49,16 @@ class WheelOfItsPlatform(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
+# An index page has no files beside it: pictures go, and links to files become their text.
+README = re.sub(
+    r"!?\[([^\]]*)\]\((?!https?://)[^)]*\)",
+    lambda link: "" if link[0][0] == "!" else link[1],
+    (ROOT / "README.md").read_text(),
+)
+
 PLOT = ["matplotlib>=3.8"]
-HUGGINGFACE = ["accelerate>=1.10", "peft>=0.17", "trl>=1.0; python_version >= '3.11'", "datasets>=4"]
+HUGGINGFACE = ["accelerate>=1.10", "peft>=0.17", "trl>=1.0", "datasets>=4"]
+DOCS = ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.30", "nbconvert>=7.16", "ipykernel>=6.29"]
 TEST = [
     "pytest>=8",
     "pytest-xdist>=3.6",
@@ -72,7 +81,7 @@ setup(
     name="parallel3d",
     version="0.1.0",
     description="Trains neural networks across pipeline stages, ZeRO data parallelism and tensor slices at once",
-    long_description=open("README.md", encoding="utf-8").read(),
+    long_description=README,
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     classifiers=[
@@ -82,9 +91,9 @@ setup(
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
-        "Programming Language :: Python :: 3.10",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],
@@ -98,9 +107,9 @@ setup(
         "parallel3d.planner.report": ["page/*"],
     },
     cmdclass={"build_py": BuildWithKernels, "bdist_wheel": WheelOfItsPlatform},
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     install_requires=[
-        "torch>=2.11",
+        "torch>=2.8",
         "numpy>=1.26",
         "networkx>=3.2",
         "jinja2>=3.1",
@@ -111,6 +120,6 @@ setup(
         "safetensors>=0.4.3",
         "shtab>=1.7",
     ],
-    extras_require={"plot": PLOT, "huggingface": HUGGINGFACE, "test": TEST + PLOT},
+    extras_require={"plot": PLOT, "huggingface": HUGGINGFACE, "docs": DOCS, "test": TEST + PLOT},
     entry_points={"console_scripts": ["parallel3d = parallel3d.launcher:main", "p3d = parallel3d.cli:main"]},
 )

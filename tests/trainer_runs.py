@@ -79,7 +79,7 @@ def forget_state() -> None:
     unset_hf_deepspeed_config()
 
 
-def _environment(directory: Path) -> dict[str, str]:
+def environment_of(directory: Path) -> dict[str, str]:
     """Return the environment of ranks on the CPU, where deepspeed is what `p3d deepspeed install` installs."""
     with zipfile.ZipFile(write_wheel(directory)) as wheel:
         wheel.extractall(directory / "site")
@@ -106,7 +106,7 @@ def _launch(directory: Path, module: str, configs: dict[str, Any], *launcher: st
     arguments = str(directory / "model"), str(directory), json.dumps(configs)
     script = str(Path(__file__).parent / f"{module}.py")
     imports = "transformers.trainer", "transformers.models.llama.modeling_llama", "peft"
-    environment = _environment(directory)
+    environment = environment_of(directory)
     run_launcher(directory, *launcher, script, *arguments, imports=imports, environment=environment, timeout=600)
     found: dict[str, Any] = json.loads((directory / "found.json").read_text())
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -76,7 +76,7 @@ def list_checkpoints(options: argparse.Namespace) -> int:
 
 
 def _described(manifest: Manifest) -> tuple[str, str, str, str]:
-    saved = datetime.fromtimestamp(manifest.saved, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    saved = datetime.fromtimestamp(manifest.saved, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     size = sum(file.num_bytes for file in manifest.files.values()) / 1e9
     try:
         state = TrainingState.model_validate(manifest.state)

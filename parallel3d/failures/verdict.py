@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from math import inf
 
 
-class State(str, Enum):
+class State(StrEnum):
     """State of a rank, as far as the others know."""
 
     RUNNING = "running"
@@ -87,7 +87,7 @@ class Report:
         return f"rank {self.rank} (stage {self.stage}, host {self.host})"
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     """Kind of failure."""
 
     FAILED = "failed"

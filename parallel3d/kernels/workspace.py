@@ -31,7 +31,7 @@ from parallel3d.errors import CommunicationError, KernelError
 from parallel3d.kernels.cuda_library import addresses, check, load_library
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 # Numbers of the dtypes in the launchers.
 DTYPES: Mapping[torch.dtype, int] = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}

@@ -299,11 +299,11 @@ def _legend(timelines: Iterable[Timeline]) -> list[tuple[float, int, list[str], 
     shaded = {op: [box_colour(op, shade, depth) for shade in range(depth)] for op in BOX_COLOURS}
     named = [(12, colours, NAMES[op]) for op, colours in shaded.items() if op in ops]
     named += [(_MARK - 1, [colour], kind) for kind, colour in MARK_COLOURS.items() if kind in kinds]
-    named.append((0, [], "paler: a later chunk of the stage; " * (depth > 1) + "number: micro-batch"))
+    named.append((0, [], "paler: a later chunk; " * (depth > 1) + "number: micro-batch"))
     entries, x = [], float(_LEFT)
     for height, colours, name in named:
         entries.append((x, height, colours, name))
-        x += 12 * len(colours) + 5 + 7 * len(name) + 16
+        x += 12 * len(colours) + 5 + 6.5 * len(name) + 16
     return entries
 
 

@@ -1,13 +1,20 @@
-"""The code of the guides runs as it stands there, on two ranks, after what a reader has by then."""
+"""The code of guides and tutorials runs as it stands there, on two ranks; of guides, after what a reader has by then."""
 
 from __future__ import annotations
 
 import os
+import shlex
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from sybil import Document
 from sybil.parsers.markdown import CodeBlockParser
+from trainer_runs import environment_of
+from warm import run_launcher
+
+from parallel3d.cli import main
 
 DOCS = Path(__file__).parents[2] / "docs"
 IMPORTS = """
@@ -114,22 +121,75 @@ assert MLP(8, 16, BuildContext(groups, torch.device("cpu")))(torch.ones(2, 8)).s
 """,
     ),
 }
+# Around that of the guide to Hugging Face.
+TRANSFORMERS = (
+    """
+from examples.finetune_hf import make_model
+from trainer_runs import forget_state
+parallel3d.init_distributed(dist_backend="gloo")
+if parallel3d.comm.get_rank() == 0:
+    make_model(Path("path/to/llama"), ["def f(x):\\n    return x\\n" * 20])
+    sizes = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
+    Path("ds_config.json").write_text(json.dumps({**sizes, "zero_optimization": {"stage": 2}}))
+parallel3d.comm.barrier()
+dataset = [{"input_ids": row, "labels": row} for row in torch.arange(64 * 16).reshape(64, 16) % 256]
+""",
+    """
+assert tokens.shape[0] == 2 and tokens.shape[1] > prompts["input_ids"].shape[1]
+parallel3d.comm.barrier()
+assert Path("adapters/adapter_model.safetensors").is_file() and Path("merged/config.json").is_file()
+parallel3d.comm.destroy()
+""",
+)
 
 
-def run(folder: str, code: str, name: str) -> None:
+def run(folder: str, code: str, name: str) -> str:
+    """Run the code; return what it has printed."""
     os.chdir(folder)
-    exec(compile(code, name, "exec"), {"__name__": "script"})
+    with redirect_stdout(StringIO()) as printed:
+        exec(compile(code, name, "exec"), {"__name__": "script"})
+    return printed.getvalue()
 
 
-def code_of(path: Path) -> str:
-    """Return the code blocks in Python of a guide, one after the other."""
-    document = Document.parse(str(path), CodeBlockParser("python", lambda example: None))
-    return "\n".join(str(example.parsed) for example in document.examples())
+def blocks(path: Path, language: str) -> list[str]:
+    """Return a page's blocks in a language."""
+    document = Document.parse(str(path), CodeBlockParser(language, lambda example: None))
+    return [str(example.parsed) for example in document.examples()]
 
 
 @pytest.mark.parametrize("guide", AROUND)
 def test_the_code_of_a_guide_runs(run_ranks, tmp_path: Path, guide: str):
     before, after = AROUND[guide]
-    code = code_of(DOCS / f"{guide}.md")
+    code = "\n".join(blocks(DOCS / f"{guide}.md", "python"))
     assert code
     run_ranks(2, run, str(tmp_path), f"{IMPORTS}\n{before}\n{code}\n{after}\n", f"{guide}.md")
+
+
+def test_the_code_of_the_guide_to_hugging_face_runs(tmp_path: Path):
+    """Where `import deepspeed` gives this package; each block after the state that accelerate keeps is forgotten."""
+    (before, after), script = TRANSFORMERS, tmp_path / "guide.py"
+    script.write_text("\nforget_state()\n".join([IMPORTS + before, *blocks(DOCS / "huggingface.md", "python"), after]))
+    torchrun = "torch.distributed.run", "--standalone", "--nproc_per_node", "2"
+    imports = "transformers.trainer", "transformers.models.llama.modeling_llama", "peft"
+    run_launcher(tmp_path, *torchrun, str(script), imports=imports, environment=environment_of(tmp_path))
+
+
+@pytest.mark.parametrize("tutorial", sorted((DOCS / "tutorials").glob("*.md")), ids=lambda path: path.stem)
+def test_a_tutorial_does_what_it_shows(run_ranks, tmp_path: Path, capsys, monkeypatch, tutorial: Path):
+    """Its Python on two ranks, its commands of p3d, and what both print. Commands that start ranks are other tests'."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(DOCS.parent / "examples")
+    for line in "\n".join(blocks(tutorial, "bash")).splitlines():
+        if line.startswith("p3d "):
+            assert main(shlex.split(line, comments=True)[1:]) == 0
+    printed = capsys.readouterr().out
+    code = "\n".join(blocks(tutorial, "python"))
+    printed += run_ranks(2, run, str(tmp_path), code, tutorial.name)[0]
+    assert [text for text in blocks(tutorial, "text") if text not in printed] == [], printed
+
+
+def test_no_page_has_code_that_does_not_run():
+    pages = [DOCS.parent / "README.md", *DOCS.rglob("*.md")]
+    run_by_name = {(DOCS / f"{guide}.md").resolve() for guide in [*AROUND, "huggingface"]}
+    with_code = {path for path in pages if path.parent.name != "tutorials" and blocks(path, "python")}
+    assert with_code == run_by_name

@@ -142,3 +142,15 @@ def test_the_table_and_the_verdict():
     assert rows["far"] == ["5.0000", "3.0000", "0.5000", "2", "0.4000", "NO"]
     assert "0.1000 nats; NOT WITHIN NOISE: far" in verdict(run)
     assert "all cases lie within noise" in verdict(run | {"cases": ["near"]})
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("pp2-zbv-bf16acc-compile-cudnn", "2 stages, schedule zbv, bf16 gradient sums"),
+        ("pp2tp2-sp-1f1b", "2 stages, 2 tensor-parallel ranks, schedule 1f1b, sequence-parallel"),
+        ("dp2-zero2-permicro", "2 replicas, ZeRO-2"),
+    ],
+)
+def test_the_picture_names_layouts_in_words(case: str, words: str):
+    assert curves.plain_name(parse_case(case)) == words

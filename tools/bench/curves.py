@@ -2,6 +2,7 @@
 
 python tools/bench/curves.py --size 1b --cases dp2-zero2,pp2-zb-h1-compile-cudnn --out curves.json --plot loss_curves.svg
 python tools/bench/table.py curves.json --into docs/benchmarks.md --name loss_curves
+python tools/bench/curves.py --redraw tools/bench/results/2026-11-22-curves-1b.json --plot docs/loss_curves.svg
 
 The plain runs (curve_run.py) are one in fp32, and some in bf16 that differ in rounding alone: by how much they differ is the
 noise. Initial weights depend on the list of layers: where a case has tensor parallelism, all runs have layers that can be
@@ -19,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from cases import OWN, Case, CaseError, Workload, command_of, parse_case
-from deviations import deviation_table, noise, verdict
+from deviations import deviation_table, verdict
 from host import cuda_version, find_gpus
 from results import as_text
 from run import describe_run, environment, error_lines, find_result, run_process, split_names, start_command
+from table import selected
 
 CASES = "dp2-zero1,dp2-zero2-permicro,pp2-zb-h1,pp2-zbv,pp2-zb-looped4-cap1.5"
 WORKER = str(Path(__file__).with_name("curve_run.py"))
@@ -47,6 +49,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cpu", action="store_true", help="use no GPU")
     parser.add_argument("--out", type=Path, default=Path("curves.json"))
     parser.add_argument("--plot", type=Path, help="an image; the suffix says which kind")
+    parser.add_argument("--redraw", type=Path, help="train nothing: --plot the curves of this file")
     return parser.parse_args()
 
 
@@ -87,44 +90,53 @@ def train(
     return {name or own: [round(loss, 5) for loss in curve] for own, curve in result["curves"].items()}
 
 
+def plain_name(case: Case) -> str:
+    """Return the layout of a case in words."""
+    axes = {"stages": case.pp, "replicas": case.dp, "tensor-parallel ranks": case.tp}
+    words = [f"{size} {axis}" for axis, size in axes.items() if size > 1] or ["one process"]
+    words += [f"schedule {case.schedule}"] * (case.pp > 1) + [f"ZeRO-{case.zero}"] * (case.zero > 0)
+    options = {"sp": "sequence-parallel", "bf16acc": "bf16 gradient sums"}
+    return ", ".join(words + [text for option, text in options.items() if option in case.options])
+
+
 def plot(run: Mapping[str, Any], picture: Path) -> None:
-    """Losses on the left; on the right what they differ by from the first plain bf16 run, over the plain runs' band."""
+    """Draw the loss of one process in plain PyTorch, and how far other layouts are from it, over the band of bf16's noise.
+
+    Drawn for the width of a page, 830 pixels, with text of 12 pixels.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
     # The same curves make the same file.
-    matplotlib.rcParams |= {"svg.hashsalt": "curves", "svg.fonttype": "none"}
+    matplotlib.rcParams |= {"svg.hashsalt": "curves", "svg.fonttype": "none", "font.size": 9}
     plain = [run["curves"][name] for name in run["plain_bf16"]]
     steps = range(1, len(plain[0]) + 1)
-    left, right = (figure := Figure(figsize=(12, 4), layout="constrained")).subplots(1, 2)
-    # As many colours as there are curves, and the same for one on both sides.
-    colors = dict(zip(run["curves"], matplotlib.colormaps["tab20"].colors, strict=False))
+    left, right = (figure := Figure(figsize=(830 / 96, 4.2), layout="constrained")).subplots(1, 2, width_ratios=(2, 3))
+    left.plot(steps, plain[0], color="black", linewidth=1.2)
+    left.set_title("loss, all runs (they lie on one line)", fontsize=9)
     bands = [(min(losses) - one, max(losses) - one) for one, *losses in zip(plain[0], *plain, strict=True)]
-    width = noise(plain)
-    right.fill_between(steps, [b[0] for b in bands], [b[1] for b in bands], color="0.7", label="plain bf16 runs")
-    right.fill_between(
-        steps, [b[0] - width for b in bands], [b[1] + width for b in bands], color="0.9", zorder=0, label="within noise"
-    )
-    for name, curve in run["curves"].items():
-        style = "--" if name not in run["cases"] else "-"
-        left.plot(steps, curve, style, label=name, linewidth=1, color=colors.get(name))
-        if name in run["cases"]:
-            right.plot(
-                steps, [a - b for a, b in zip(curve, plain[0], strict=True)], linewidth=1, color=colors.get(name)
-            )
-    for axes, label in ((left, "loss"), (right, "loss minus that of plain bf16")):
+    low, high = zip(*bands, strict=True)
+    right.fill_between(steps, low, high, color="0.8", label=f"noise: {len(plain)} runs of one process, other rounding")
+    for name in run["cases"]:
+        curve = run["curves"][name]
+        left.plot(steps, curve, linewidth=0.8)
+        differences = [a - b for a, b in zip(curve, plain[0], strict=True)]
+        right.plot(steps, differences, linewidth=1, label=plain_name(parse_case(name)))
+    right.set_title("difference from one process in plain PyTorch", fontsize=9)
+    for axes in (left, right):
         axes.set_xlabel("step")
-        axes.set_ylabel(label)
+        axes.set_ylabel("nats a token")
         axes.grid(alpha=0.3)
-    figure.legend(fontsize=7, loc="outside right center")
-    hardware = run["hardware"]
-    figure.suptitle(f"model {run['workload']['size']}, {hardware['name']}, commit {run['commit']}", fontsize=9)
+    figure.legend(fontsize=9, loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(picture, metadata={"Date": None} if picture.suffix == ".svg" else None)
 
 
 def main() -> int:
     """Train all, write, print; 0 if every case has a curve within noise."""
     args = parse_arguments()
+    if args.redraw and args.plot:
+        plot(selected(json.loads(args.redraw.read_text(encoding="utf-8"))), args.plot)
+        return 0
     gpus = find_gpus() if not args.cpu and cuda_version() else []
     size = args.size if gpus else "tiny"
     names = split_names(args.cases)

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +216,7 @@ def describe_run(
     is kept: the rest says nothing."""
     words = [Path(word).name if os.sep in word else word for word in sys.argv[1:]]
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": args.commit or find_commit(),
         "command": shlex.join(["python", f"tools/bench/{script}", *words]),
         "hardware": describe_hardware(gpus),

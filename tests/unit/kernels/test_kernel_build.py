@@ -322,3 +322,4 @@ def test_a_wheel_says_for_which_platform_it_is(tmp_path, monkeypatch, cache, bod
         assert "parallel3d/planner/report/page/page.html" in archive.namelist()
         metadata = archive.read("parallel3d-0.1.0.dist-info/METADATA").decode()
     assert "Classifier: Operating System :: POSIX :: Linux" in metadata
+    assert re.search(r"\]\((?!https)", metadata) is None  # an index page has no files beside it

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
 from parallel3d.config.zero import OffloadOptimizerConfig as DeepSpeedZeroOffloadOptimizerConfig
 from parallel3d.config.zero import OffloadParamConfig as DeepSpeedZeroOffloadParamConfig
@@ -15,7 +15,7 @@ __all__ = [
 ]
 
 
-class OffloadDeviceEnum(str, Enum):
+class OffloadDeviceEnum(StrEnum):
     """Devices of offloaded state."""
 
     none = "none"
@@ -23,7 +23,7 @@ class OffloadDeviceEnum(str, Enum):
     nvme = "nvme"
 
 
-class OffloadStateTypeEnum(str, Enum):
+class OffloadStateTypeEnum(StrEnum):
     """Kinds of state: weights and gradients of the layers (lp), and masters (hp) and state of the optimizer."""
 
     optim_states = "optim_states"

@@ -1,0 +1,97 @@
+"""Hooks of mkdocs: the README is the home page, notebooks are run, and links to sources lead to pages that show them."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import nbformat
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from nbclient import NotebookClient
+from nbconvert.exporters import MarkdownExporter
+
+ROOT = Path(__file__).parents[1]
+LINK = re.compile(r"\]\(([\w./-]+)(?:#([\w.]+))?\)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> None:
+    """Add the home page, a page for each notebook, and one for each source that any page links to."""
+    readme = re.sub(r"\]\((?!docs/|https?:|#)", "](../", (ROOT / "README.md").read_text(encoding="utf-8"))
+    files.append(File.generated(config, "index.md", content=readme.replace("](docs/", "](")))
+    for notebook in [file for file in files if file.src_uri.endswith(".ipynb")]:
+        _add_notebook(notebook, files, config)
+    pages = files.documentation_pages()
+    sources = {_source(page, link) for page in pages for link, _ in LINK.findall(page.content_string)}
+    for source in filter(None, sources):
+        files.append(File.generated(config, _page_of(source), content=_shown(source)))
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Point links to sources, such as ../parallel3d/zero/reducer.py#GradientReducer, to those pages."""
+
+    def replaced(match: re.Match[str]) -> str:
+        source = _source(page.file, match[1])
+        if source is None:
+            return match[0]
+        line = f"#__codelineno-0-{_line(source, match[2])}" if match[2] else ""
+        return f"]({os.path.relpath(_page_of(source), Path(page.file.src_uri).parent)}{line})"
+
+    return LINK.sub(replaced, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> None:
+    """Tell mkdocs, which checks links to anchors, of those at the lines of code."""
+    page.present_anchor_ids |= set(re.findall(r'id="(__codelineno[\d-]+)"', html))
+
+
+def _add_notebook(notebook: File, files: Files, config: MkDocsConfig) -> None:
+    """Run a notebook in a directory of its own, and add its page and pictures. Raises CellExecutionError."""
+    # Commands of the environment that builds the site, also where it is not activated.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    page = Path(notebook.src_uri)
+    cells = nbformat.read(notebook.abs_src_path, as_version=4)
+    with TemporaryDirectory() as folder:
+        place, quiet = {"metadata": {"path": folder}}, ["--log-level=ERROR"]
+        NotebookClient(cells, resources=place, coalesce_streams=True, extra_arguments=quiet).execute()
+    text, resources = MarkdownExporter().from_notebook_node(cells, {"unique_key": page.stem})
+    text = text.replace("\n", f"\n\n[Download this notebook]({page.name})\n", 1)  # after its title
+    files.append(File.generated(config, page.with_suffix(".md").as_posix(), content=text))
+    for name, picture in resources["outputs"].items():
+        files.append(File.generated(config, (page.parent / name).as_posix(), content=picture))
+
+
+def _source(page: File, link: str) -> Path | None:
+    """Return the file or directory to which a page links, None if it is not outside of docs/."""
+    path = (ROOT / "docs" / page.src_uri).parent.joinpath(link).resolve()
+    outside = path.is_relative_to(ROOT) and not path.is_relative_to(ROOT / "docs")
+    return path if outside and path.exists() else None
+
+
+def _page_of(source: Path) -> str:
+    return f"source/{source.relative_to(ROOT).as_posix().removesuffix('.md')}.md"
+
+
+def _shown(source: Path) -> str:
+    """Return the Markdown that shows a source, or the names in a directory."""
+    if source.suffix == ".md":
+        return source.read_text(encoding="utf-8")
+    if source.is_dir():
+        text, language = "\n".join(sorted(path.name for path in source.iterdir())), "text"
+    else:
+        text, language = source.read_text(encoding="utf-8"), source.suffix.removeprefix(".")
+    head = f"---\nsearch: {{exclude: true}}\n---\n# {source.relative_to(ROOT)}\n"
+    return f'{head}\n````{language} linenums="1"\n{text}\n````\n'
+
+
+def _line(source: Path, symbol: str) -> int:
+    """Return the number of the line that defines a symbol such as Class.method."""
+    scope: ast.AST = ast.parse(source.read_text(encoding="utf-8"))
+    for part in symbol.split("."):
+        scope = next(node for node in ast.iter_child_nodes(scope) if getattr(node, "name", None) == part)
+    return scope.lineno

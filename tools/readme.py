@@ -1,0 +1,49 @@
+"""Runs README's shell commands, one after the other, in a fresh virtual environment: python tools/readme.py SDIST FOLDER.
+
+The sdist is unpacked into FOLDER, so that nothing but what it contains can be used. README's bash blocks are one script, which
+stops at the first command that fails; its first Python block is script.py, as README says. `make test` is left out: CI runs it.
+`make train` makes a few steps instead of all.
+"""
+
+import os
+import subprocess
+import sys
+import tarfile
+import venv
+from pathlib import Path
+
+from sybil import Document
+from sybil.parsers.markdown import CodeBlockParser
+
+LEFT_OUT = "make test"
+
+
+def code_blocks(readme: Path, language: str) -> list[str]:
+    """Return the contents of README's fenced blocks in a language, in order."""
+    document = Document.parse(str(readme), CodeBlockParser(language, lambda example: None))
+    return [str(example.parsed) for example in document.examples()]
+
+
+def main() -> None:
+    archive, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    with tarfile.open(archive) as opened:
+        opened.extractall(folder, filter="data")
+    (source,) = folder.resolve().iterdir()
+    commands = "".join(code_blocks(source / "README.md", "bash")).splitlines(keepends=True)
+    script = "".join(line for line in commands if not line.startswith(LEFT_OUT))
+    if len(script) == len("".join(commands)):
+        raise SystemExit(f"README doesn't say {LEFT_OUT!r}: take its exception out of {__file__}")
+    (source / "script.py").write_text(code_blocks(source / "README.md", "python")[0], encoding="utf-8")
+    venv.create(source / ".venv", symlinks=True, with_pip=True)
+    left_out = {"PYTHONPATH", "MAKEFLAGS", "MAKELEVEL"}  # of a user there is no make around
+    environment = {name: value for name, value in os.environ.items() if name not in left_out} | {
+        "PATH": f"{source / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "PIP_CONSTRAINT": str(source / "constraints.txt"),
+        "PIP_NO_COMPILE": "1",  # compiling all that comes with PyTorch takes as long as the rest of the installation
+        "ARGS": "--steps 8 --eval_windows 64 --sample 8",
+    }
+    raise SystemExit(subprocess.run(["bash", "-exo", "pipefail", "-c", script], cwd=source, env=environment).returncode)
+
+
+if __name__ == "__main__":
+    main()
