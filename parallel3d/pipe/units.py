@@ -17,6 +17,9 @@ from parallel3d.schedule.instructions import Instruction, Op
 from parallel3d.schedule.lifetimes import ChunkUses, Use
 from parallel3d.zero.weights import Units
 
+# Of the peak of memory, the part that isn't filled: the allocator's blocks are up to 1 MiB larger than their tensors.
+_GAP = 512
+
 
 class LayerUnits:
     """Runs the GATHER_PARAMS and RELEASE_PARAMS of each compute instruction while its layers run.
@@ -77,7 +80,8 @@ class LayerUnits:
         assert self._memory is not None
         memory, self._memory = self._memory, None
         memory.reach(len(memory.most) + 1, self._units.live_bytes)
-        return [self._units.elements(max(memory.most) - nbytes) for nbytes in memory.most]
+        most = max(memory.most)
+        return [self._units.elements(max(0, most - nbytes - most // _GAP)) for nbytes in memory.most]
 
     def abort(self) -> None:
         """Release all units, after a failure or a call outside of a program."""
