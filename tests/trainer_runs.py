@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import socket
+import subprocess
 import sys
 import zipfile
 from functools import wraps
@@ -110,9 +111,13 @@ def _launch(
     script = str(Path(__file__).parent / f"{module}.py")
     imports = "transformers.trainer", "transformers.models.llama.modeling_llama", "peft"
     environment = environment_of(directory)
-    if cuda:
+    if cuda:  # by processes of their own: a fork can't use CUDA after imports have looked for it
         environment |= {"TRAINER_ON_CUDA": "1", "CUDA_VISIBLE_DEVICES": "0,1"}
-    run_launcher(directory, *launcher, script, *arguments, imports=imports, environment=environment, timeout=600)
+        command = [sys.executable, "-m", *launcher, script, *arguments]
+        job = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+        assert job.returncode == 0, job.stderr
+    else:
+        run_launcher(directory, *launcher, script, *arguments, imports=imports, environment=environment, timeout=600)
     found: dict[str, Any] = json.loads((directory / "found.json").read_text())
     return found
 
