@@ -8,7 +8,7 @@ DOCS := $(VENV)/.docs
 LAYOUT ?= pp2,dp2
 ARGS ?=
 FUZZ_SECONDS ?= 3600
-TORCH ?= 2.8.0
+TORCH ?= 2.11.0
 
 .PHONY: setup train test test-all test-versions readme docs fuzz lint clean
 
@@ -52,9 +52,10 @@ $(DOCS): $(STAMP)
 	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
 	touch $(DOCS)
 
-# The site, in build/docs: python3 -m http.server -d build/docs
+# The site, in build/docs, with its notebooks run: python3 -m http.server -d build/docs
 docs: $(DOCS)
 	$(BIN)/mkdocs build --strict
+	$(BIN)/python -m pytest tests/opened_docs.py
 
 # Malformed inputs, others in each round.
 fuzz: setup

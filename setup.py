@@ -57,6 +57,7 @@ README = re.sub(
 )
 
 PLOT = ["matplotlib>=3.8"]
+EXAMPLES = ["scikit-learn>=1.5"]
 HUGGINGFACE = ["accelerate>=1.10", "peft>=0.17", "trl>=1.0", "datasets>=4"]
 DOCS = ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.30", "nbconvert>=7.16", "ipykernel>=6.29"]
 TEST = [
@@ -109,7 +110,7 @@ setup(
     cmdclass={"build_py": BuildWithKernels, "bdist_wheel": WheelOfItsPlatform},
     python_requires=">=3.11",
     install_requires=[
-        "torch>=2.8",
+        "torch>=2.11",
         "numpy>=1.26",
         "networkx>=3.2",
         "jinja2>=3.1",
@@ -120,6 +121,12 @@ setup(
         "safetensors>=0.4.3",
         "shtab>=1.7",
     ],
-    extras_require={"plot": PLOT, "huggingface": HUGGINGFACE, "docs": DOCS, "test": TEST + PLOT},
+    extras_require={
+        "plot": PLOT,
+        "examples": EXAMPLES,
+        "huggingface": HUGGINGFACE,
+        "docs": DOCS,
+        "test": TEST + PLOT + EXAMPLES,
+    },
     entry_points={"console_scripts": ["parallel3d = parallel3d.launcher:main", "p3d = parallel3d.cli:main"]},
 )

@@ -1,9 +1,12 @@
 """A script for DeepSpeed's pipelines, in the manner of its tutorial: only the line that imports it has changed.
 
+A small AlexNet, as a list of modules and functions, trains in pipeline stages and replicas on pictures of CIFAR-10's size that
+are made up here. It shows the configuration as a JSON file and the arguments that DeepSpeed's launcher and configuration have.
+-p 0 is the base line: the same network, whole on every rank, with engine(x), engine.backward and engine.step.
+Both learn what plain PyTorch does on one process.
+
 parallel3d --num_procs 4 examples/deepspeed_pipeline.py --deepspeed_config examples/deepspeed_pipeline.json --backend gloo
 torchrun --nproc_per_node 2 examples/deepspeed_pipeline.py --deepspeed_config examples/deepspeed_pipeline.json -p 0
-
--p 0 is the base line: the same network, whole on every rank.
 """
 
 import argparse

@@ -1,12 +1,14 @@
-"""Fine-tune a causal language model of Hugging Face on text files, with pipeline stages, tensor slices and replicas.
+"""Fine-tuning of a causal language model of Hugging Face on text files, with pipeline stages, tensor slices and replicas.
+
+It trains all weights or LoRA adapters alone (--lora RANK), on documents packed into rows of --seq tokens in which they don't
+attend to each other, generates text, and saves weights or adapters for from_pretrained. A file is a document. Without --model
+a tokenizer is trained on the text and a small Llama is begun: nothing is downloaded.
+It needs transformers and PEFT: pip install ".[huggingface]".
 
 parallel3d --num_procs pp2,dp2 examples/finetune_hf.py --layout pp2,dp2            # a small new Llama, on the CPU
 parallel3d --num_procs pp2,dp2 examples/finetune_hf.py --layout pp2,dp2 --lora 8   # adapters alone
 hf download Qwen/Qwen2.5-0.5B
 parallel3d --num_gpus 4 examples/finetune_hf.py --layout pp2,dp2,zero1 --model Qwen/Qwen2.5-0.5B --text docs
-
-A file is a document. Documents are packed into rows of --seq tokens, in which they don't attend to each other. Without --model
-a tokenizer is trained on the text and a small Llama is begun: nothing is downloaded.
 """
 
 from __future__ import annotations

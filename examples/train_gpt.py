@@ -1,4 +1,9 @@
-"""The main job: a byte-level GPT on real text, trained with pipeline stages, tensor-parallel ranks and data-parallel replicas.
+"""A GPT from scratch: a byte-level GPT on real text, with pipeline stages, tensor-parallel ranks and replicas.
+
+The model (gpt.py) is a list of layers that slice themselves, the text (corpus.py) yours or Python's standard library. It shows
+a layout from the command line, evaluation on held-out text, checkpoints that any layout goes on from, generation, metrics, and
+timelines of a step, measured and simulated. Every layout trains on the same samples in the same order, so the loss depends on
+the layout by rounding alone.
 
 parallel3d --num_procs 4 examples/train_gpt.py                      # 2 stages x 2 replicas on the CPU
 parallel3d --num_gpus 4 examples/train_gpt.py --layout pp4          # NCCL, one GPU a rank
@@ -6,8 +11,6 @@ parallel3d --num_procs pp2,tp2,dp2 examples/train_gpt.py --layout pp2,tp2,dp2   
 torchrun --nproc_per_node 4 examples/train_gpt.py
 srun --ntasks 4 python examples/train_gpt.py
 parallel3d --num_procs 4 --max_restarts 3 examples/train_gpt.py --save runs/gpt   # goes on when it is started again
-
-Every layout trains on the same samples in the same order, so the loss depends on the layout by rounding alone.
 """
 
 from __future__ import annotations

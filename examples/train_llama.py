@@ -1,9 +1,12 @@
 """A Llama-shaped decoder on synthetic tokens: what a layout costs in time and memory.
 
+The layers are plain PyTorch with the package's kernels of RMSNorm and SwiGLU. Sizes go from one for the CPU to 13 B parameters.
+It shows schedules and their chunks, half blocks as layers (--units half) and activation checkpointing, and prints losses, the
+median time of a step and the peak memory as JSON. It learns one fixed batch by heart, so the loss falls within a few steps.
+Weights are fp32, matmuls TF32 on CUDA.
+
 parallel3d --num_gpus 4 examples/train_llama.py --size 1b --stages 4
 parallel3d --num_procs 4 examples/train_llama.py --size tiny --stages 2 --schedule interleaved --chunks 2
-
-It learns one fixed batch by heart, so the loss falls within a few steps. Weights are fp32, matmuls TF32 on CUDA.
 """
 
 from __future__ import annotations

@@ -20,6 +20,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
+
 # Topology, configuration, schedules, fp16, loss scales, data, launcher, pipelines, checkpoints, ZeRO 1 to 3, recomputation.
 MODULES = """runtime/pipe runtime/test_ds_config_dict.py runtime/test_ds_config_model.py runtime/test_lr_schedulers.py
 runtime/half_precision/test_fp16.py runtime/half_precision/test_dynamic_loss_scale.py runtime/zero/test_zero_config.py
@@ -33,6 +35,14 @@ def pytest_configure() -> None:
     """Let the ranks of a test start with torch imported."""
     preload = ["torch", "deepspeed.pipe", "parallel3d.initialization", "deepspeed_test_ranks"]
     multiprocessing.set_forkserver_preload(preload)
+
+
+def pytest_collectstart(collector: Any) -> None:
+    """Make fixtures of the classes that DeepSpeed's tests mark as fixtures, which pytest since 8.4 does not know as such."""
+    module = getattr(collector, "obj", None) if isinstance(collector, pytest.Module) else None
+    for name, value in list(vars(module).items()) if module is not None else ():
+        if isinstance(value, type) and getattr(value, "is_dist_fixture", False) and "run" in vars(value):
+            setattr(module, f"fixture_{name}", pytest.fixture(name=name)(lambda request, kind=value: kind()(request)))
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:

@@ -17,7 +17,8 @@ from nbclient import NotebookClient
 from nbconvert.exporters import MarkdownExporter
 
 ROOT = Path(__file__).parents[1]
-LINK = re.compile(r"\]\(([\w./-]+)(?:#([\w.]+))?\)")
+DOCS = ROOT / "docs"
+LINK = re.compile(r"\]\(([\w./-]+)(#[\w.-]+)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
@@ -26,21 +27,26 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
     files.append(File.generated(config, "index.md", content=readme.replace("](docs/", "](")))
     for notebook in [file for file in files if file.src_uri.endswith(".ipynb")]:
         _add_notebook(notebook, files, config)
-    pages = files.documentation_pages()
-    sources = {_source(page, link) for page in pages for link, _ in LINK.findall(page.content_string)}
-    for source in filter(None, sources):
-        files.append(File.generated(config, _page_of(source), content=_shown(source)))
+    unread, shown = files.documentation_pages(), set()
+    while unread:
+        targets = {_target(page, link) for page in unread for link, _ in LINK.findall(page.content_string)}
+        sources = {path for path in targets - shown if path is not None and not path.is_relative_to(DOCS)}
+        unread = [File.generated(config, _page_of(source), content=_shown(source)) for source in sources]
+        shown |= sources
+        for page in unread:
+            files.append(page)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Point links to sources, such as ../parallel3d/zero/reducer.py#GradientReducer, to those pages."""
 
     def replaced(match: re.Match[str]) -> str:
-        source = _source(page.file, match[1])
-        if source is None:
+        target, anchor = _target(page.file, match[1]), match[2] or ""
+        if target is None:
             return match[0]
-        line = f"#__codelineno-0-{_line(source, match[2])}" if match[2] else ""
-        return f"]({os.path.relpath(_page_of(source), Path(page.file.src_uri).parent)}{line})"
+        if anchor and target.suffix == ".py":
+            anchor = f"#__codelineno-0-{_line(target, anchor[1:])}"
+        return f"]({os.path.relpath(_page_of(target), Path(page.file.src_uri).parent)}{anchor})"
 
     return LINK.sub(replaced, markdown)
 
@@ -66,15 +72,18 @@ def _add_notebook(notebook: File, files: Files, config: MkDocsConfig) -> None:
         files.append(File.generated(config, (page.parent / name).as_posix(), content=picture))
 
 
-def _source(page: File, link: str) -> Path | None:
-    """Return the file or directory to which a page links, None if it is not outside of docs/."""
-    path = (ROOT / "docs" / page.src_uri).parent.joinpath(link).resolve()
-    outside = path.is_relative_to(ROOT) and not path.is_relative_to(ROOT / "docs")
-    return path if outside and path.exists() else None
+def _target(page: File, link: str) -> Path | None:
+    """Return the file or directory of the repository to which a page links, None if there is none."""
+    own = page.src_uri
+    origin = ROOT / own.removeprefix("source/") if own.startswith("source/") else DOCS / own
+    path = origin.parent.joinpath(link).resolve()
+    return path if path.is_relative_to(ROOT) and path.exists() else None
 
 
-def _page_of(source: Path) -> str:
-    return f"source/{source.relative_to(ROOT).as_posix().removesuffix('.md')}.md"
+def _page_of(path: Path) -> str:
+    if path.is_relative_to(DOCS):
+        return path.relative_to(DOCS).as_posix()
+    return f"source/{path.relative_to(ROOT).as_posix().removesuffix('.md')}.md"
 
 
 def _shown(source: Path) -> str:
@@ -85,7 +94,7 @@ def _shown(source: Path) -> str:
         text, language = "\n".join(sorted(path.name for path in source.iterdir())), "text"
     else:
         text, language = source.read_text(encoding="utf-8"), source.suffix.removeprefix(".")
-    head = f"---\nsearch: {{exclude: true}}\n---\n# {source.relative_to(ROOT)}\n"
+    head = f"---\nsearch: {{exclude: true}}\nhide: [navigation, toc]\n---\n# {source.relative_to(ROOT)}\n"
     return f'{head}\n````{language} linenums="1"\n{text}\n````\n'
 
 

@@ -6,9 +6,9 @@ stops at the first command that fails; its first Python block is script.py, as R
 """
 
 import os
+import shutil
 import subprocess
 import sys
-import tarfile
 import venv
 from pathlib import Path
 
@@ -26,8 +26,7 @@ def code_blocks(readme: Path, language: str) -> list[str]:
 
 def main() -> None:
     archive, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    with tarfile.open(archive) as opened:
-        opened.extractall(folder, filter="data")
+    shutil.unpack_archive(archive, folder)
     (source,) = folder.resolve().iterdir()
     commands = "".join(code_blocks(source / "README.md", "bash")).splitlines(keepends=True)
     script = "".join(line for line in commands if not line.startswith(LEFT_OUT))

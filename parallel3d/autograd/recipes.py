@@ -22,16 +22,21 @@ class Recipe(ABC):
     def value(self) -> Tensor:
         """Return the gradient, differentiable, as autograd computes it."""
 
-    def put(self, accumulator: Tensor, adds: bool) -> None:
-        """accumulator += value if `adds`, else accumulator = value."""
-        _put(self.value(), accumulator, adds)
+    def put(self, accumulator: Tensor, adds: bool, factor: float = 1.0) -> None:
+        """accumulator += factor * value if `adds`, else accumulator = factor * value."""
+        _put(self.value(), accumulator, adds, factor)
 
 
-def _put(value: Tensor, accumulator: Tensor, adds: bool) -> None:
+def _put(value: Tensor, accumulator: Tensor, adds: bool, factor: float) -> None:
     if adds:
-        accumulator.add_(value)
+        accumulator.add_(value, alpha=factor)
     else:
-        accumulator.copy_(value.to_dense())
+        _multiply(accumulator.copy_(value.to_dense()), factor)
+
+
+def _multiply(accumulator: Tensor, factor: float) -> None:
+    if factor != 1.0:
+        accumulator.mul_(factor)
 
 
 @dataclass(eq=False)
@@ -56,19 +61,20 @@ class Product(Recipe):
         """Return the product, differentiable, as autograd computes it."""
         return self.left.t().mm(self.right)
 
-    def put(self, accumulator: Tensor, adds: bool) -> None:
-        """accumulator (+)= value, in one GEMM and one pass over the accumulator if the dtypes allow it."""
+    def put(self, accumulator: Tensor, adds: bool, factor: float = 1.0) -> None:
+        """accumulator (+)= factor * value, in one GEMM and one pass over the accumulator if the dtypes allow it."""
         left, right = self.left.t(), self.right
         options: dict[str, Any] = {"out": accumulator}
         if not left.dtype == right.dtype == accumulator.dtype:
             half = left.dtype == right.dtype and left.dtype in (torch.bfloat16, torch.float16)
             if not (_HAS_MIXED_MM and half and on_cuda(accumulator) and accumulator.dtype == torch.float32):
-                return _put(left.mm(right), accumulator, adds)
+                return _put(left.mm(right), accumulator, adds, factor)
             options["out_dtype"] = torch.float32
         if adds:
-            torch.addmm(accumulator, left, right, **options)
+            torch.addmm(accumulator, left, right, alpha=factor, **options)
         else:
             torch.mm(left, right, **options)
+            _multiply(accumulator, factor)
 
 
 @dataclass(eq=False)
@@ -81,9 +87,10 @@ class RowSum(Recipe):
         """Return the sum, differentiable, as autograd computes it."""
         return self.rows.sum(0)
 
-    def put(self, accumulator: Tensor, adds: bool) -> None:
-        """accumulator (+)= value, summed in the wider dtype."""
-        _put(self.rows.sum(0, dtype=torch.promote_types(self.rows.dtype, accumulator.dtype)), accumulator, adds)
+    def put(self, accumulator: Tensor, adds: bool, factor: float = 1.0) -> None:
+        """accumulator (+)= factor * value, summed in the wider dtype."""
+        value = self.rows.sum(0, dtype=torch.promote_types(self.rows.dtype, accumulator.dtype))
+        _put(value, accumulator, adds, factor)
 
 
 @dataclass(eq=False)

@@ -47,8 +47,11 @@ class _Hooks:
         """Run once per backward that reaches the parameter. gradient: None if none came through autograd."""
         self._came = gradient is not None
         sink, parameter = self.sink(), self._parameter()
-        if torch.is_grad_enabled() and parameter is not None:
-            # create_graph=True: autograd would leave a new tensor, the sum of the accumulator and the gradient.
+        if sink is not None and parameter is not None and sink._on_gradient is not None:
+            sink._on_gradient(parameter)
+        if parameter is not None and (torch.is_grad_enabled() or (sink is not None and sink._factor != 1.0)):
+            # create_graph=True: autograd would leave a new tensor, the sum of the accumulator and the gradient. And a gradient
+            # that is to be multiplied must come alone.
             parameter.grad = None
         if not self._came and sink is not None and parameter is not None:
             sink._complete(parameter)
@@ -101,6 +104,7 @@ class GradientSink:
 
     on_complete: called with a group given to `expecting` when all of its gradients have arrived.
     on_value: called with each gradient that autograd brings, and with each accumulator to which a layer has added.
+    on_gradient: called with the parameter before autograd writes its gradient.
     is_deferring: whether a backward runs inside `deferring`.
     """
 
@@ -108,8 +112,9 @@ class GradientSink:
         self,
         on_complete: Callable[[Any], None] | None = None,
         on_value: Callable[[nn.Parameter, Tensor], None] | None = None,
+        on_gradient: Callable[[nn.Parameter], None] | None = None,
     ) -> None:
-        self._on_complete, self._on_value = on_complete, on_value
+        self._on_complete, self._on_value, self._on_gradient = on_complete, on_value, on_gradient
         self._ledger: dict[nn.Parameter, _Entry] = {}
         # The groups to report, in order, each with the parameters whose gradients are still to come...
         self._missing: dict[Any, set[nn.Parameter]] = {}
@@ -119,6 +124,7 @@ class GradientSink:
         self.is_deferring = False
         # Called by the current backward with a weight gradient, instead of returning it to autograd.
         self._take: Callable[[nn.Parameter, Recipe], None] | None = None
+        self._factor = 1.0  # of the gradients of the current backward
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle a sink as a new one without parameters: it must not take gradients of a copied layer."""
@@ -244,12 +250,18 @@ class GradientSink:
         if self._on_value is not None:
             self._on_value(parameter, accumulator)
 
-    @staticmethod
-    def _accumulate(entry: _Entry, gradient: Recipe) -> Tensor:
+    def _accumulate(self, entry: _Entry, gradient: Recipe) -> Tensor:
         accumulator = entry.accumulator if isinstance(entry.accumulator, Tensor) else entry.accumulator()
-        gradient.put(accumulator, adds=entry.holds_gradient or not entry.overwrites)
+        gradient.put(accumulator, entry.holds_gradient or not entry.overwrites, self._factor)
         entry.touched = entry.holds_gradient = True
         return accumulator
+
+    def foreign_grads(self) -> dict[nn.Parameter, Tensor]:
+        """Return the `.grad` of each parameter that a script has put there: no accumulator, and left by no backward."""
+        held = ((parameter, entry, parameter.grad) for parameter, entry in self._ledger.items())
+        return {
+            parameter: grad for parameter, entry, grad in held if grad is not None and grad is not entry.accumulator
+        }
 
     def _take_grad(self, parameter: nn.Parameter) -> None:
         """Add what autograd has left in the `.grad` of a parameter, unless that is the accumulator itself."""
@@ -279,6 +291,15 @@ class GradientSink:
         elsewhere the product is rounded to half first, as autograd does.
         """
         return self._taking(self.add)
+
+    @contextmanager
+    def scaling(self, factor: float) -> Iterator[None]:
+        """Multiply the gradients of a backward inside by `factor`."""
+        self._factor = factor
+        try:
+            yield
+        finally:
+            self._factor = 1.0
 
     @contextmanager
     def _taking(self, take: Callable[[nn.Parameter, Recipe], None]) -> Iterator[None]:
@@ -331,14 +352,14 @@ class GradientSink:
             or torch.is_grad_enabled()  # create_graph=True: a gradient to differentiate
             or parameter not in self._ledger
             or any(_owner(hook) is None for hook in _hooks(parameter))
-            or not _accumulates(edge[0])
+            or not accumulates(edge[0])
         ):
             return gradient.value()
         self._take(parameter, gradient)
         return None
 
 
-def _accumulates(node: Any) -> bool:
+def accumulates(node: Any) -> bool:
     """Return whether the backward under way writes the `.grad` of this node's leaf: torch.autograd.grad does not."""
     try:
         return torch._C._will_engine_execute_node(node)

@@ -22,11 +22,17 @@ _FILES = {
         "import sys\n\nfrom parallel3d.deepspeed.aliases import become_deepspeed\n\n"
         "become_deepspeed(sys.modules[__name__])\n"
     ),
+    "deepspeed/env_report.py": (
+        '"""Report of the environment: `p3d doctor`."""\n\nimport sys\n\nfrom parallel3d.cli import main as cli\n\n\n'
+        'def main():\n    return cli(["doctor"])\n\n\nif __name__ == "__main__":\n    sys.exit(main())\n'
+    ),
     f"{_INFO}/METADATA": (
         f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {VERSION}\nSummary: DeepSpeed's names, of parallel3d\n"
     ),
     f"{_INFO}/WHEEL": "Wheel-Version: 1.0\nGenerator: parallel3d\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    f"{_INFO}/entry_points.txt": "[console_scripts]\ndeepspeed = parallel3d.launcher.deepspeed:command\n",
+    f"{_INFO}/entry_points.txt": (
+        "[console_scripts]\ndeepspeed = parallel3d.launcher.deepspeed:command\nds_report = deepspeed.env_report:main\n"
+    ),
 }
 
 

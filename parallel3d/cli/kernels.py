@@ -21,7 +21,6 @@ from parallel3d.errors import ConfigError
 from parallel3d.kernels.cuda_library import build, find_library, find_nvcc, open_library
 from parallel3d.kernels.workspace import check_kernels, check_ranks
 
-_UNPROVEN = "PyTorch below 2.11 is tested on the CPU alone, and unproven on CUDA: install torch>=2.11\n"
 _WIDTH = 140  # width of the table without a terminal
 
 
@@ -140,9 +139,7 @@ def _table(findings: Sequence[Finding]) -> Table:
 def _describe_host() -> str:
     names = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
     devices = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-    unproven = names and torch.__version__ < (2, 11)
     return (
         f"Python {platform.python_version()}, PyTorch {torch.__version__}, CUDA devices: {devices or 'none'}\n"
-        f"{_UNPROVEN if unproven else ''}"
         f"nvcc: {find_nvcc() or 'none'}\ncompiled kernels: {find_library() or 'none'}"
     )

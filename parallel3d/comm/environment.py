@@ -28,6 +28,11 @@ _PAUSE_S, _LOOK_FOR_MISSING_S = 0.05, 1.0
 CONTEXT_BYTES = 700 * 2**20
 # Below the ports that Linux gives to outgoing connections, one of which could hold a port of theirs.
 _SLURM_PORTS = range(16384, 32768)
+# Variables of the launchers of MPI: rank, number of ranks, and both on this host.
+_MPI_NAMES = [
+    *([f"{mpi}_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")] for mpi in ("OMPI", "MV2")),
+    ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
+]
 _LEAVE_TIMEOUT_S = 5.0
 _LOOKS, _LOOK_S = 3, 0.002
 
@@ -48,6 +53,19 @@ def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def mpi_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return torch's variables from those of Open MPI's, MVAPICH's, MPICH's or Intel MPI's mpirun; nothing without one.
+
+    MASTER_ADDR and MASTER_PORT are among them if all ranks are on this host.
+    """
+    for names in _MPI_NAMES:
+        rank, size, local_rank, local_size = map(environment.get, names)
+        if rank is not None and size is not None and int(size) > 1:
+            found = {"RANK": rank, "WORLD_SIZE": size, **({"LOCAL_RANK": local_rank} if local_rank else {})}
+            return found | ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"} if size == local_size else {})
+    return {}
+
+
 def first_host(node_list: str) -> str:
     """Return the first host of a SLURM node list: 'gpu[07-12,15],cpu1' -> 'gpu07'."""
     match = re.match(r"([^\[,]+)(?:\[(\w+))?", node_list)
@@ -56,10 +74,12 @@ def first_host(node_list: str) -> str:
     return match[1] + (match[2] or "")
 
 
-def _adopt_slurm() -> None:
-    """Set torch's variables under srun, which sets no RANK; those of torchrun and our launcher win."""
-    if "RANK" not in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in os.environ:
-        for name, value in slurm_environment(os.environ).items():
+def _adopt_launcher(mpi: bool) -> None:
+    """Set torch's variables under srun and, if `mpi`, mpirun, which set no RANK; those of torchrun and our launcher win."""
+    if "RANK" not in os.environ:
+        by_slurm = int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in os.environ
+        found = slurm_environment(os.environ) if by_slurm else mpi_environment(os.environ) if mpi else {}
+        for name, value in found.items():
             os.environ.setdefault(name, value)
 
 
@@ -150,7 +170,7 @@ def init_distributed(
     - timeout: of communication, and for all ranks to come here. By default ranks come within 10 minutes.
     - distributed_port: the MASTER_PORT, if no launcher set one.
     - dist_init_required: False if the script has joined the world itself.
-    - auto_mpi_discovery, verbose, config: DeepSpeed's, without effect here.
+    - auto_mpi_discovery: False to leave mpirun's variables alone. verbose, config: DeepSpeed's, without effect here.
 
     Raises CommunicationError if only some of a launcher's variables are set. Under an elastic agent (parallel3d, torchrun) it
     names the ranks that have not come in time; where the launcher knows that one has ended, PeerError is raised at once.
@@ -164,12 +184,12 @@ def init_distributed(
         )
     if distributed_port is not None:
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    _adopt_launcher(auto_mpi_discovery)
     _join(dist_backend, timeout, init_method, rank, world_size)
     _leave_at_exit()
 
 
 def _join(dist_backend: str | None, timeout: timedelta, init_method: str | None, rank: int, world_size: int) -> None:
-    _adopt_slurm()
     _prepare_cuda()
     backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
     device = local_device(backend)
@@ -183,7 +203,8 @@ def _join(dist_backend: str | None, timeout: timedelta, init_method: str | None,
     missing = [n for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
     if init_method is None and rank < 0 and missing:
         raise CommunicationError(
-            f"RANK is set but {', '.join(missing)} is not; start the script by parallel3d, torchrun or srun, or unset RANK"
+            f"RANK is set but {', '.join(missing)} is not; start the script by parallel3d, torchrun or srun, "
+            "or set them (mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500), or unset RANK"
         )
     limit = _JOIN_TIMEOUT if timeout == DEFAULT_TIMEOUT else timeout
     agents = own_agents_store() if init_method is None and rank < 0 else None

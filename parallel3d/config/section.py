@@ -175,7 +175,7 @@ own_key = partial(key, own=True)
 class Section(BaseModel):
     """A mapping of the file: immutable, typed strictly, closed to unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True)
 
     # DeepSpeed's keys that no field holds.
     known_keys: ClassVar[Mapping[str, KnownKey]] = {}

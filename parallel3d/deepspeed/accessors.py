@@ -89,6 +89,11 @@ class DeepSpeedEngine(WritingEngine):
         """Take micro-batches from `loader`, repeatedly, when train_batch gets no iterator."""
         self.data.use_iterator(RepeatingLoader(loader))
 
+    @property
+    def training_dataloader(self) -> Any:
+        """The loader that `initialize` made of training_data, or that set_dataloader was given; None without one."""
+        return getattr(self.data.iterator, "loader", None)
+
     def set_batch_fn(self, function: Callable[[Any], Any]) -> None:
         """Make (inputs, labels) by function(item) from each item that an iterator yields."""
         self.data.use_batch_fn(function)
@@ -257,6 +262,13 @@ class DeepSpeedEngine(WritingEngine):
         """Return the factor of losses in the current step; 1 without scaling."""
         return self.update.loss_scale
 
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss times the loss scale, for `engine.scale(loss).backward()`; without float16 loss.backward() does.
+
+        Raises ConfigError for a tensor of more than one element.
+        """
+        return self._calls.scale(loss)
+
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Set whether the following micro-batches end a step, instead of counting gradient_accumulation_steps."""
         self.progress.set_boundary(is_boundary)
@@ -276,6 +288,9 @@ class DeepSpeedEngine(WritingEngine):
         return self.checkpoints.save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
 
     save_fp16_model = save_16bit_model  # DeepSpeed's old name
+
+    def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int = 0) -> str:
+        return f"{checkpoints_path}/{tag}/rank{self.global_rank:05}-00.safetensors"  # DeepSpeed's tests ask for it
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """Return the module's state_dict. Raises ExecutionError for weights that live as shards."""

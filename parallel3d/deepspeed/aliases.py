@@ -22,19 +22,21 @@ runtime.sequence_parallel runtime.sequence_parallel.ulysses_sp runtime.zero.conf
 runtime.zero.stage_1_and_2 runtime.zero.utils sequence sequence.layer utils.groups utils.torch"""
 # DeepSpeed's modules whose names are elsewhere in this package.
 ELSEWHERE = dict.fromkeys(_SMALL.split(), "deepspeed.names") | {
-    "launcher.multinode_runner": "deepspeed.names",
+    "launcher.multinode_runner": "launcher.multinode_runner",
     "monitor.monitor": "monitor.writers",
     "profiling.flops_profiler.profiler": "deepspeed.profiling.flops_profiler",
     "runtime.activation_checkpointing": "deepspeed",
     "runtime.activation_checkpointing.checkpointing": "deepspeed.checkpointing",
     "runtime.dataloader": "pipe.data",
     "runtime.engine": "deepspeed.accessors",
+    "runtime.fp16.loss_scaler": "optim.precision",
     "runtime.pipe": "pipe",
     "runtime.pipe.engine": "deepspeed.accessors",
     "runtime.pipe.module": "pipe",
     "runtime.pipe.schedule": "deepspeed.schedules",
     "runtime.pipe.topology": "deepspeed.topology",
     "utils.numa": "launcher.hosts",
+    "utils.tensor_fragment": "deepspeed.utils",
 }
 
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from enum import IntEnum
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ConfigDict
 from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_map_only
 
@@ -22,12 +24,12 @@ from parallel3d.config.zero import OffloadOptimizerConfig, OffloadParamConfig, Z
 from parallel3d.errors import ConfigError
 
 ADAM_OPTIMIZER = "adam"
-DeepSpeedZeroConfig = ZeroConfig
 DeepSpeedZeroOffloadOptimizerConfig = OffloadOptimizerConfig
 DeepSpeedZeroOffloadParamConfig = OffloadParamConfig
 DeepSpeedFP16Config, DeepSpeedBF16Config = Fp16Config, Bf16Config
 DeepSpeedConfigModel, DeepSpeedConfigError = Section, ConfigError
 ZeRORuntimeException = ConfigError
+ZeroStageEnum = IntEnum("ZeroStageEnum", ["disabled", "optimizer_states", "gradients", "weights"], start=0)
 
 torch_info = {
     "version": ".".join(torch.__version__.split(".")[:2]),
@@ -41,6 +43,7 @@ _NO_WRAPPER = "engine.optimizer is torch's own; utils.safe_get_full_optimizer_st
 _NO_ENGINE = (
     "engines train, and evaluate by engine.eval_batch or engine(...); generate with the module that save_hf writes"
 )
+_NO_GLOBALS = "process groups belong to an engine; engine.mpu has them, such as engine.mpu.get_data_parallel_group()"
 _NO_SEQUENCES = "attention is not sharded along the sequence; tensor_parallel.sequence_parallel shards the norms"
 _NO_FILES = "checkpoints are safetensors files; read them by `p3d ckpt`, or by engine.load_checkpoint"
 _NO_ESTIMATE = (
@@ -54,13 +57,17 @@ _NO_COUNTERPART = {
     **dict.fromkeys(("init_inference", "InferenceEngine", "DeepSpeedHybridEngine"), _NO_ENGINE),
     **dict.fromkeys(("UlyssesSPAttentionHF", "UlyssesSPDataLoaderAdapter", "DistributedAttention"), _NO_SEQUENCES),
     **dict.fromkeys((f"_get_sequence_parallel_{what}" for what in ("group", "rank", "world_size")), _NO_SEQUENCES),
-    **dict.fromkeys(("TorchCheckpointEngine", "get_model_ckpt_name_for_rank"), _NO_FILES),
+    **{
+        f"_get_{of}_parallel_{what}": remedy
+        for of, remedy in {"data": _NO_GLOBALS, "model": _NO_GLOBALS, "expert": _NO_EXPERTS}.items()
+        for what in ("group", "rank", "world_size")
+    },
+    **dict.fromkeys(("TorchCheckpointEngine", "get_model_ckpt_name_for_rank", "fragment_address"), _NO_FILES),
     **{
         f"estimate_zero{stage}_model_states_mem_needs{what}": _NO_ESTIMATE
         for stage in (2, 3)
         for what in ("", "_all_live", "_all_cold")
     },
-    "MultiNodeRunner": "the command deepspeed itself starts the nodes, by ssh or with --no_ssh on each",
 }
 _BUILDERS = {
     "CPUAdam": "cpu_adam",
@@ -131,18 +138,37 @@ def OnDevice(dtype: torch.dtype, device: str = "meta", enabled: bool = True) -> 
         torch.set_default_dtype(before)
 
 
-def DeepSpeedConfig(config: str | Path | Mapping[str, Any], mpu: Any = None, mesh_device: Any = None) -> Config:
-    """Return the configuration with its three batch sizes, for the replicas of `mpu`, or else of the world."""
-    settings = load(config)
-    replicas = get_world_size() if mpu is None else mpu.get_data_parallel_world_size()
-    sizes = batch_sizes(settings, pipe=1, data=replicas, model=1)
-    return settings.model_copy(
-        update={
-            "train_batch_size": sizes.train_batch_size,
-            "train_micro_batch_size_per_gpu": sizes.micro_batch_size,
-            "gradient_accumulation_steps": sizes.num_micro_batches,
-        }
-    )
+class DeepSpeedConfig(Config):
+    """The configuration that a script reads and changes before `initialize`, with its three batch sizes.
+
+    They are those for the replicas of `mpu`, or else of the world. Keys can be set; inside their sections they can't.
+    """
+
+    model_config = ConfigDict(frozen=False, validate_assignment=True)
+    _replicas: int
+
+    def __init__(self, config: str | Path | Mapping[str, Any], mpu: Any = None, mesh_device: Any = None) -> None:
+        super().__init__()
+        vars(self).update(load(config))
+        self._replicas = get_world_size() if mpu is None else mpu.get_data_parallel_world_size()
+        self._configure_train_batch_size()
+
+    def _configure_train_batch_size(self) -> None:
+        """Fill in the batch sizes that are None. Raises ConfigError if the three don't multiply up."""
+        sizes = batch_sizes(self, pipe=1, data=self._replicas, model=1)
+        self.train_batch_size, self.train_micro_batch_size_per_gpu = sizes.train_batch_size, sizes.micro_batch_size
+        self.gradient_accumulation_steps = sizes.num_micro_batches
+
+
+class DeepSpeedZeroConfig(ZeroConfig):
+    """The section zero_optimization of DeepSpeed's keys. They are read without "stage3_", those without effect here, too."""
+
+    def __init__(self, **keys: Any) -> None:
+        section = load({"zero_optimization": keys}).zero_optimization
+        super().__init__(**{name: getattr(section, name) for name in section.model_fields_set})
+        values = {"overlap_comm": self.stage == 3, "pipeline_loading_checkpoint": False} | vars(self) | keys
+        short = {name.replace("_fp16_", "_16bit_").removeprefix("stage3_"): value for name, value in values.items()}
+        vars(self).update({name: value for name, value in short.items() if name not in type(self).model_fields})
 
 
 def get_bfloat16_config(config: Mapping[str, Any]) -> Any:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from parallel3d.autograd.recipes import Value
+from parallel3d.autograd.sink import accumulates
 from parallel3d.engine.update import LossShare, WeightUpdate
 from parallel3d.errors import ConfigError, ExecutionError
 from parallel3d.optim.precision import Precision
+from parallel3d.pipe.batch import TrainingData
 from parallel3d.pipe.executor import Recorder, loss_gradient, no_record, split_loss
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.rng import EnterLayer
@@ -110,6 +115,8 @@ class StepByCalls:
     """Runs the micro-batches of a step one by one, as the script calls them.
 
     - module: called by forward: the model itself, or the module that it wraps.
+    - data: has the number of micro-batches of a step.
+    - attending: makes contexts for backwards, in which layers may be recomputed.
     - on_loss: called with the loss of each micro-batch, if given.
     """
 
@@ -120,12 +127,17 @@ class StepByCalls:
         update: WeightUpdate,
         precision: Precision,
         progress: StepProgress,
+        data: TrainingData,
+        attending: Callable[[], AbstractContextManager[None]],
         on_loss: Callable[[Tensor], None] | None,
     ):
-        self._model, self._module = model, module
+        self._model, self._module, self._data, self._attending = model, module, data, attending
         self._update, self._precision, self._progress = update, precision, progress
         self._on_loss = on_loss
         self._synchronizes = True
+        self._around: ExitStack | None = None  # contexts of the backward that runs now
+        self._scaled = False  # the script has multiplied the loss of its next backward by the loss scale
+        self._loss: Tensor | None = None  # of the last forward, if the module returns it
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], enter: EnterLayer) -> Any:
         """Return the module's output for these inputs. enter: called before each layer.
@@ -137,9 +149,13 @@ class StepByCalls:
         args, kwargs = self._precision.cast((args, kwargs))
         with self._recording(Op.FORWARD), self._precision.autocasting(self._model.device):
             if self._module is self._model:
-                return self._model(*args, **kwargs, enter=enter)
-            enter(0)
-            return self._module(*args, **kwargs)
+                output = self._model(*args, **kwargs, enter=enter)
+            else:
+                enter(0)
+                output = self._module(*args, **kwargs)
+        loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+        self._loss = loss.detach() if isinstance(loss, Tensor) and loss.numel() == 1 else None
+        return output
 
     def check_whole(self) -> None:
         """Raise ConfigError for a module that is split over stages or chunks."""
@@ -153,13 +169,17 @@ class StepByCalls:
     def _recording(self, op: Op) -> AbstractContextManager[None]:
         return (self._progress.record or no_record)(Instruction(op, 0, self._progress.num_backwards))
 
-    def backward(self, loss: Any, weight: float, last: bool, retain_graph: bool = False) -> None:
-        """Add the gradients of `loss` times `weight`.
+    def _weight(self, averages: bool = True) -> float:
+        """Return the factor of a micro-batch's gradients. averages: over a step's micro-batches, not only over replicas."""
+        return 1.0 / ((self._data.sizes.num_micro_batches if averages else 1) * self._model.groups.data.size)
 
-        They are reduced over the replicas if `last`, or after every micro-batch with reduce_per_micro_batch. After an exception
-        the step starts over, because it is unknown which of its gradients were added.
+    def backward(self, loss: Any, retain_graph: bool = False, averages: bool = True) -> None:
+        """Add the gradients of `loss`, see engine.backward.
+
+        They are reduced over the replicas at a boundary, or after every micro-batch with reduce_per_micro_batch. After an
+        exception the step starts over, because it is unknown which of its gradients were added.
         """
-        progress = self._progress
+        progress, weight = self._progress, self._weight(averages)
         try:
             total, count = split_loss(loss)
         except ValueError as error:
@@ -169,18 +189,80 @@ class StepByCalls:
         if not progress.losses:
             self._update.reducer.start_step()
         seed = loss_gradient(total, weight * self._update.loss_scale)
-        reduces = self._reduces(last)
+        reduces = self._reduces()
         try:
-            with self._recording(Op.BACKWARD), self._update.reducer.backward(reduces):
+            with (
+                ExitStack() as self._around,
+                self._attending(),
+                self._recording(Op.BACKWARD),
+                self._update.reducer.backward(reduces),
+            ):
                 torch.autograd.backward(total, seed, retain_graph=retain_graph)
         except BaseException:
             progress.restart()
             raise
+        finally:
+            self._around = None
         progress.losses.append(total.detach().double() * weight)
         if count is not None:
             progress.counts.append(count * weight)
 
-    def _reduces(self, last: bool) -> list[Instruction]:
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss times the loss scale, for the script's own `backward()`."""
+        if loss.numel() != 1:
+            raise ConfigError(f"engine.scale takes a scalar tensor, the loss; its shape is {list(loss.shape)}")
+        self._scaled = True
+        return loss * self._update.loss_scale
+
+    def begin_own(self, parameter: nn.Parameter) -> None:
+        """Begin the backward that brings a parameter's gradient next, if the script runs it itself, as by loss.backward().
+
+        What `backward` does around it is done here, and by a callback at its end; gradients are multiplied as they arrive.
+        """
+        progress = self._progress
+        if self._around is not None or progress.record is None or not accumulates(get_gradient_edge(parameter).node):
+            return
+        if self._update.scaler is not None and not self._scaled:
+            raise ExecutionError(
+                "loss.backward(): Loss scaling is required with float16; write engine.scale(loss).backward(), or "
+                "engine.backward(loss)"
+            )
+        if not progress.losses:
+            self._update.reducer.start_step()
+        weight = self._weight()
+        around = (
+            self._attending(),
+            self._recording(Op.BACKWARD),
+            self._update.reducer.backward(self._reduces(), weight),
+        )
+        self._around = ExitStack()
+        for context in around:
+            self._around.enter_context(context)
+        Variable._execution_engine.queue_callback(lambda: self._end_own(weight))
+
+    def _end_own(self, weight: float) -> None:
+        assert self._around is not None
+        self._around.close()
+        self._around, self._scaled = None, False
+        loss = self._unknown_loss() if self._loss is None else self._loss.double()
+        self._progress.losses.append(loss * weight)
+
+    def _unknown_loss(self) -> Tensor:
+        return torch.full((), torch.nan, dtype=torch.float64, device=self._model.device)  # waits for no copy
+
+    def drop_unfinished(self) -> None:
+        """Start the step over if a backward that the script ran itself has not ended: it raised an exception."""
+        if self._around is not None:
+            with suppress(ExecutionError), self._around:
+                raise ExecutionError("a backward did not end")
+            self._around, self._scaled = None, False
+            self._progress.restart()
+
+    def is_boundary(self) -> bool:
+        """Return whether the current micro-batch is the last of its step."""
+        return self._progress.is_boundary(self._data.sizes.num_micro_batches)
+
+    def _reduces(self) -> list[Instruction]:
         every_time = self._update.policy.reduce_per_micro_batch
         if not self._synchronizes and every_time:
             raise ConfigError(
@@ -192,15 +274,30 @@ class StepByCalls:
                 "engine.backward: the gradients of this step are already summed over the replicas, and would be summed once "
                 "more; give one call the sum of a micro-batch's losses, or run all but the step's last inside engine.no_sync()"
             )
-        self._progress.reduced = self._synchronizes and (last or every_time)
+        self._progress.reduced = self._synchronizes and (self.is_boundary() or every_time)
         if not self._progress.reduced:
             return []
         num_buckets = len(self._update.reducer.buckets.get((0,), ()))
         return [Instruction(Op.REDUCE_GRADS, 0, 0, bucket) for bucket in range(num_buckets)]
 
-    def finish(self) -> LossShare:
-        """End the step at a boundary. Returns this rank's share of the batch's loss."""
+    def _take_grads(self) -> None:
+        """Reduce the gradients that the script has put into the parameters' `.grad`, as a micro-batch of unknown loss.
+
+        They are what a backward of the loss times the loss scale would leave, on this replica.
+        """
+        reducer, progress = self._update.reducer, self._progress
+        if given := reducer.sink.foreign_grads():
+            reducer.start_step()
+            with reducer.backward(self._reduces(), 1.0 / self._model.groups.data.size), torch.no_grad():
+                for parameter, gradient in given.items():
+                    reducer.sink.add(parameter, Value(gradient.detach()))
+            progress.losses.append(self._unknown_loss())
+
+    def finish(self) -> tuple[LossShare, int]:
+        """End the step at a boundary. Returns this rank's share of the batch's loss, and its number of micro-batches."""
         progress = self._progress
+        if not progress.losses:
+            self._take_grads()
         if not progress.losses:
             raise ExecutionError("engine.step() found no gradient: call engine.backward(loss) before it")
         if not progress.reduced:
@@ -209,8 +306,9 @@ class StepByCalls:
                 "inside no_sync, or not at an accumulation boundary; run the last one outside, at the boundary"
             )
         share = LossShare.of(progress.losses, progress.counts, self._model.groups, self._model.device)
+        num_micro_batches = progress.num_backwards
         progress.restart()
-        return share
+        return share, num_micro_batches
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

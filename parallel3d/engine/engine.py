@@ -80,16 +80,17 @@ class Engine:
             numerics = NumericsCheck(model, not precision.checks_overflow, lambda: progress.num_backwards)
         on_value = numerics.gradient if numerics is not None and numerics.checks_gradients else None
         monitor = StepMonitor(config, model.groups, model.device)
-        self.update = WeightUpdate(
-            model, optimizer or idle_optimizer(model), config, precision, monitor.launched, on_value
-        )
+        hooks = monitor.launched, on_value, lambda parameter: self._calls.begin_own(parameter)
+        self.update = WeightUpdate(model, optimizer or idle_optimizer(model), config, precision, *hooks)
         self.reports = Reports(model, config, checkpointer, monitor, self.update, self.data)
         on_loss = numerics.loss if numerics is not None else None
-        self._calls = StepByCalls(model, self.module, self.update, precision, progress, on_loss)
         open_tensor_parallel(self.process_groups, model.device, config)
         self._garbage = GarbageFreezer(config.gc_freeze and model.device.type == "cuda")
         self._runner = BatchRunner(model, config, self.update, precision, progress, self.reports, on_loss, transport)
-        programs = self._runner.programs
+        attending, programs = self._runner.attending, self._runner.programs
+        self._calls: StepByCalls = StepByCalls(
+            model, self.module, self.update, precision, progress, self.data, attending, on_loss
+        )
         self._auto = (
             AutoSchedule(model, programs, config.pipeline, monitor) if config.pipeline.schedule == "auto" else None
         )
@@ -237,6 +238,7 @@ class Engine:
         if self.optimizer is None:
             raise ConfigError("no optimizer: set optimizer.type in the configuration, or pass one to initialize")
         self.update.parking.check()
+        self._calls.drop_unfinished()
 
     # A step by calls
 
@@ -281,9 +283,7 @@ class Engine:
         with self._attributing(Phase.CALL):
             self._calls.check_whole()
             self._begin_calls()
-            weight = 1.0 / ((self.data.sizes.num_micro_batches if scale_wrt_gas else 1) * self.process_groups.data.size)
-            with self._runner.attending():  # for recomputed layers
-                self._calls.backward(loss, weight, self.is_gradient_accumulation_boundary(), retain_graph)
+            self._calls.backward(loss, retain_graph, scale_wrt_gas)
             return loss
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -296,16 +296,16 @@ class Engine:
         """
         with self._attributing(Phase.CALL):
             self._calls.check_whole()
+            self._begin_calls()
             boundary = self.is_gradient_accumulation_boundary()
             if boundary:
                 check_metrics(self.lr_scheduler, lr_kwargs or {})
-                num_micro_batches = self.progress.num_backwards
-                self._finish_step(self._calls.finish(), num_micro_batches, **(lr_kwargs or {}))
+                self._finish_step(*self._calls.finish(), **(lr_kwargs or {}))
             self.progress.advance(boundary)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the current micro-batch is the last of its step."""
-        return self.progress.is_boundary(self.data.sizes.num_micro_batches)
+        return self._calls.is_boundary()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backwards add to this rank's gradients without reducing them over the replicas."""
@@ -335,9 +335,9 @@ class Engine:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save the whole state of the training as <save_dir>/<tag>; return True.
+        """Save the whole state of the training as `<save_dir>/<tag>`; return True.
 
-        - tag: "global_step<n>" by default. An existing checkpoint is replaced once all of the new one is on the disk.
+        - tag: `"global_step<n>"` by default. An existing checkpoint is replaced once all of the new one is on the disk.
         - client_state: rank 0's is saved. It may hold JSON values, tensors, numpy arrays, and lists, tuples and mappings of
           these.
         - save_latest: whether the file `latest` names this checkpoint.

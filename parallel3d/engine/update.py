@@ -86,7 +86,7 @@ class WeightUpdate:
     """This rank's gradients, master weights and optimizer, in flat buckets into which the parameters are moved.
 
     - on_launch: called with each GATHER_PARAMS and REDUCE_GRADS instruction that has been launched, and its Work.
-    - on_value: called with each gradient, see GradientSink.
+    - on_value, on_gradient: called with each gradient, see GradientSink.
 
     units: the sharded weights of ZeRO-3, those of frozen_buckets included; None if all are whole. host_shards: those of their
     shards that are in host memory or on disk; None if offload_param is off. parking: moves state to the host between steps.
@@ -102,6 +102,7 @@ class WeightUpdate:
         precision: Precision,
         on_launch: Callable[[Instruction, Work], None],
         on_value: Callable[[nn.Parameter, Tensor], None] | None = None,
+        on_gradient: Callable[[nn.Parameter], None] | None = None,
     ):
         infos, groups = model.parameter_infos(), model.groups
         self._model, self._groups, self._on_launch = model, groups, on_launch
@@ -117,7 +118,7 @@ class WeightUpdate:
         self.policy = replace(mine, reduce_per_micro_batch=anywhere)
         check_precision(infos, self.policy)
         self._storage, self._weight_file = self._open_storage(infos, config.offload.host_memory_gib)
-        self._make_buckets(infos, on_value)
+        self._make_buckets(infos, on_value, on_gradient)
         _cast(model, precision.weights)
         self.sharded = ShardedOptimizer(
             optimizer,
@@ -188,7 +189,10 @@ class WeightUpdate:
         return {what: file for what, file in files.items() if file is not None}
 
     def _make_buckets(
-        self, infos: Sequence[ParameterInfo], on_value: Callable[[nn.Parameter, Tensor], None] | None
+        self,
+        infos: Sequence[ParameterInfo],
+        on_value: Callable[[nn.Parameter, Tensor], None] | None,
+        on_gradient: Callable[[nn.Parameter], None] | None,
     ) -> None:
         """Move the parameters into buckets, and make units of those whose weights are sharded."""
         model, groups = self._model, self._groups
@@ -207,6 +211,7 @@ class WeightUpdate:
             is_first_slice=groups.coordinate("model") == 0,
             on_launch=self._on_launch,
             on_value=on_value,
+            on_gradient=on_gradient,
             gather_group=gather_group,
             allocate=self._storage.allocate if self._storage is not None else None,
             host=self.host_shards,

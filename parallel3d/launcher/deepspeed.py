@@ -19,6 +19,7 @@ import torch
 from parallel3d.errors import ConfigError
 from parallel3d.launcher.agent import launch
 from parallel3d.launcher.hosts import parse_hostfile, parse_range_list, parse_resource_filter
+from parallel3d.launcher.multinode_runner import LAUNCHERS, nodes_command
 from parallel3d.launcher.options import LaunchOptions
 
 # File of a user with lines NAME=VALUE for the environment of all nodes.
@@ -82,8 +83,8 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     add("--master_addr", default="", help="address of the first host (default: its name in the hostfile)")
     add("--master_port", type=int, default=0, help="default: a free one on a single host, else 29500")
     add("--node_rank", type=int, default=-1, help="this host's index, with --no_ssh")
-    add("--launcher", default="pdsh", help="the hosts are started by ssh")
-    add("--launcher_args", default="", help="further arguments of ssh")
+    add("--launcher", default="pdsh", help=f"pdsh to start the hosts by ssh, or one of {', '.join(LAUNCHERS)}")
+    add("--launcher_args", "--launcher_arg", default="", help="further arguments of ssh, mpirun or srun")
     add("--ssh_port", type=int, help="port of ssh")
     add("--module", action="store_true", help="what follows is a module, as in python -m")
     add("--no_python", action="store_true", help="what follows is a program, not a Python script")
@@ -170,14 +171,19 @@ def _log_dir(options: argparse.Namespace) -> str | None:
     return None if options.enable_each_rank_log == "None" else options.enable_each_rank_log
 
 
-def _node_command(options: argparse.Namespace, hosts: dict[str, list[int]], node: int) -> list[str]:
-    """Return the command that starts the processes of one of several nodes there."""
-    slots = list(hosts.values())[node]
-    address = options.master_addr or next(iter(hosts))
+def _address(options: argparse.Namespace, hosts: dict[str, list[int]]) -> str:
+    """Return the address at which all ranks meet."""
+    address: str = options.master_addr or next(iter(hosts))
     if len(hosts) > 1 and address == _LOCAL:
         raise ConfigError(
             f"the first of {len(hosts)} hosts is {_LOCAL}, where the others can't reach it; give --master_addr"
         )
+    return address
+
+
+def _node_command(options: argparse.Namespace, hosts: dict[str, list[int]], node: int) -> list[str]:
+    """Return the command that starts the processes of one of several nodes there."""
+    slots, address = list(hosts.values())[node], _address(options, hosts)
     command = [
         "env",
         f"CUDA_VISIBLE_DEVICES={','.join(map(str, slots))}",
@@ -196,10 +202,7 @@ def _node_command(options: argparse.Namespace, hosts: dict[str, list[int]], node
 def _launch_nodes(options: argparse.Namespace, hosts: dict[str, list[int]]) -> int:
     """Start every node, and end all when one fails. Returns the exit code of the first that failed, or 0."""
     if options.launcher.lower() not in _BY_SSH:
-        raise ConfigError(
-            f"--launcher {options.launcher} is not supported; drop it, so that hosts are started by ssh, or let srun or "
-            "torchrun start the script"
-        )
+        return _launch_by_mpi(options, hosts)
     ssh = ["ssh", "-tt", "-o", "BatchMode=yes", *shlex.split(options.launcher_args)]
     ssh += ["-p", str(options.ssh_port)] if options.ssh_port else []
     setup = [f"cd {shlex.quote(os.getcwd())}"]
@@ -222,6 +225,15 @@ def _launch_nodes(options: argparse.Namespace, hosts: dict[str, list[int]]) -> i
                 os.killpg(process.pid, signal.SIGTERM)
                 process.wait()
     return code
+
+
+def _launch_by_mpi(options: argparse.Namespace, hosts: dict[str, list[int]]) -> int:
+    """Start all processes by the launcher of an MPI or of Slurm. Returns its exit code."""
+    exports = _exports() | {"MASTER_ADDR": _address(options, hosts), "MASTER_PORT": str(options.master_port or 29500)}
+    if torch.cuda.is_available() and len(slots := set(map(tuple, hosts.values()))) == 1:
+        exports["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots.pop()))
+    command = nodes_command(options, {host: len(slots) for host, slots in hosts.items()}, exports)
+    return subprocess.run(command, env=os.environ | exports, check=False).returncode  # noqa: S603 (the user's own)
 
 
 def _exports() -> dict[str, str]:

@@ -131,6 +131,7 @@ class OneCycle(Schedule):
         self.first_size = _number("cycle_first_step_size", cycle_first_step_size, above=0)
         self.second_size = _number("cycle_second_step_size", second_size, at_least=0)
         self.total_size = self.first_size + self.second_size
+        self.step_ratio = self.first_size / self.total_size  # DeepSpeed's name
         self.first_stairs = _whole("cycle_first_stair_count", cycle_first_stair_count, at_least=0)
         self.second_stairs = _whole("cycle_second_stair_count", second_stairs, at_least=0)
         self.decay_step_size = _number("decay_step_size", decay_step_size, at_least=0)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # Other classes declare it by a class attribute `elementwise = True`.
 _ELEMENTWISE = tuple(getattr(torch.optim, name) for name in MOMENTS if hasattr(torch.optim, name))
 # Optimizers that use norms of tensors, sums over rows and columns, or products of matrices, which differ for a shard.
-_WHOLE_TENSOR = tuple(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name))
+_WHOLE_TENSOR = (torch.optim.Adafactor, torch.optim.Muon)
 # Optimizers whose fused kernels divide the gradients and read a flag (torch's protocol with its GradScaler). Not SGD: when
 # its first step is skipped, the momentum is never initialized.
 _SCALING = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)

@@ -90,7 +90,7 @@ class GradientReducer:
     replica_groups: owners (see ParameterInfo) -> the ranks that hold a copy of those parameters.
     is_first_slice: whether this is the first tensor-parallel rank, which counts copies in the norm for all of them.
     on_launch: called with each REDUCE_GRADS that has been launched, and its Work.
-    on_value: called with each gradient, see GradientSink.
+    on_value, on_gradient: called with each gradient, see GradientSink.
     gather_group, allocate, host: see make_buckets.
 
     sink: adds gradients to the accumulators and knows which have arrived.
@@ -106,6 +106,7 @@ class GradientReducer:
         is_first_slice: bool = True,
         on_launch: Callable[[Instruction, Work], None] | None = None,
         on_value: Callable[[nn.Parameter, Tensor], None] | None = None,
+        on_gradient: Callable[[nn.Parameter], None] | None = None,
         gather_group: Group | None = None,
         allocate: HostAllocator | None = None,
         host: HostShards | None = None,
@@ -117,7 +118,7 @@ class GradientReducer:
         self._is_first_slice = is_first_slice
         self._is_first_replica = data_group.ranks[0] == rank
         self._on_launch = on_launch
-        self.sink = GradientSink(self._launch_instruction, on_value)
+        self.sink = GradientSink(self._launch_instruction, on_value, on_gradient)
         self.buckets = {
             owners: make_buckets(infos, policy, self._partition, rank, gather_group, allocate, host)
             for owners, infos in by_owners(parameters).items()
@@ -172,13 +173,14 @@ class GradientReducer:
         self.sink.open()
 
     @contextmanager
-    def backward(self, reduces: Sequence[Instruction]) -> Iterator[None]:
+    def backward(self, reduces: Sequence[Instruction], factor: float = 1.0) -> Iterator[None]:
         """Run a BACKWARD in this context; launch these REDUCE_GRADS in order, each as soon as its bucket is full.
 
         Half-precision weight gradients go straight into wider accumulators, where make_splittable has made that possible:
-        autograd would write, read and add them once more.
+        autograd would write, read and add them once more. factor: multiplies all gradients.
         """
-        with self._launching(reduces), self.sink.fusing() if self._policy.weight_dtype else nullcontext():
+        fuses = self.sink.fusing() if self._policy.weight_dtype else nullcontext()
+        with self._launching(reduces), fuses, self.sink.scaling(factor):
             yield
 
     def backward_input(self, place: Hashable) -> AbstractContextManager[None]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shlex
 from contextlib import redirect_stdout
 from io import StringIO
@@ -15,8 +17,11 @@ from trainer_runs import environment_of
 from warm import run_launcher
 
 from parallel3d.cli import main
+from parallel3d.cli.arguments import make_parser
+from parallel3d.config import load
 
 DOCS = Path(__file__).parents[2] / "docs"
+PAGES = [DOCS.parent / "README.md", *DOCS.rglob("*.md")]
 IMPORTS = """
 import json
 from pathlib import Path
@@ -188,8 +193,21 @@ def test_a_tutorial_does_what_it_shows(run_ranks, tmp_path: Path, capsys, monkey
     assert [text for text in blocks(tutorial, "text") if text not in printed] == [], printed
 
 
+def test_commands_and_configurations_of_all_pages_are_read():
+    """Those that no test runs: p3d knows the commands and their options, and the keys are in the configuration."""
+    texts = [page.read_text(encoding="utf-8") for page in PAGES]
+    fenced = [block for text in texts for block in re.findall(r"^```(\w*).*\n([^`]+?)^```", text, re.MULTILINE)]
+    commands = [line for _, block in fenced for line in block.splitlines() if line.startswith("p3d ")]
+    assert len(commands) > 15
+    for command in commands:
+        make_parser().parse_args(shlex.split(command, comments=True)[1:])
+    configurations = [block for language, block in fenced if language == "json"]
+    assert len(configurations) > 1
+    for block in configurations:
+        load(json.loads(block if block.startswith("{") else f"{{{block}}}"))
+
+
 def test_no_page_has_code_that_does_not_run():
-    pages = [DOCS.parent / "README.md", *DOCS.rglob("*.md")]
     run_by_name = {(DOCS / f"{guide}.md").resolve() for guide in [*AROUND, "huggingface"]}
-    with_code = {path for path in pages if path.parent.name != "tutorials" and blocks(path, "python")}
+    with_code = {path for path in PAGES if path.parent.name != "tutorials" and blocks(path, "python")}
     assert with_code == run_by_name

@@ -396,7 +396,7 @@ def train_anew(directory: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def test_a_kill_within_a_step_leaves_nothing_that_the_next_start_could_take(run_ranks, tmp_path: Path):
-    killed = multiprocessing.get_context("fork").Process(target=die, args=(tmp_path,))
+    killed = multiprocessing.get_context("forkserver").Process(target=die, args=(tmp_path,))
     killed.start()
     killed.join()
     assert killed.exitcode == -signal.SIGKILL

@@ -128,7 +128,7 @@ def test_an_optimizer_on_shards_is_torch_on_whole_tensors(run_ranks, name: str, 
     check([run for run, _ in results], expected(name, ranks), ranks, tolerance=1e-10)
 
 
-@pytest.mark.parametrize("name", [name for name in WHOLE if hasattr(torch.optim, name)])  # Muon from PyTorch 2.9 on
+@pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_an_optimizer_of_whole_tensors_is_torch_with_zero_0(run_ranks, name: str, ranks: int):
     items = MATRICES if name == "Muon" else LAYERS

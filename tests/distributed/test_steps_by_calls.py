@@ -310,3 +310,85 @@ def test_a_gradient_behind_its_reduction_is_an_error(run_ranks, reentrant: bool,
             assert "use_reentrant=False" in found
         else:
             assert found == pytest.approx(norm, rel=1e-6)
+
+
+class WithPenalty(Model):
+    """Keeps a part of its loss apart from its output."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.penalty = self.second.weight.square().sum()
+        return super().forward(x, y)
+
+    def loss(self, g: int) -> Tensor:
+        return self(*micro_batch(g)) / 3 + self.penalty
+
+
+def call_backward(zero: dict[str, Any], precision: dict[str, Any], accumulation: int) -> list[float]:
+    """Return norms of the steps whose backwards or gradients are the script's own, and of the same by engine.backward."""
+    config = {
+        "train_micro_batch_size_per_gpu": SAMPLES,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"reduce_bucket_size": 32, **zero},
+        "steps_per_print": None,
+        **precision,
+    }
+    engine, *_ = parallel3d.initialize(model=WithPenalty(), config=config)
+    found = []
+    for way in ("own", "mixed", "engine.backward", "given"):
+        rank, last, weights = engine.global_rank, accumulation - 1, list(engine.module.parameters())
+        given = [torch.zeros_like(weight) for weight in weights]
+        if way == "mixed":  # the first backward fails, and the step starts over
+            engine.module.fails = True
+            loss = engine(*micro_batch(0))
+            with pytest.raises(ArithmeticError, match="planted"):
+                engine.scale(loss).backward()
+            engine.module.fails = False
+        for k in range(accumulation):
+            loss = engine(*micro_batch(rank + 2 * k)) / 3 + engine.module.penalty
+            if way == "own" or (way == "mixed" and k == last):
+                torch.autograd.grad(loss, [engine.module.first.bias], retain_graph=True)  # adds to no gradient
+                engine.scale(loss).backward()
+            elif way == "given":
+                gradients = torch.autograd.grad(engine.scale(loss) / accumulation, weights)
+                given = [a + b for a, b in zip(given, gradients, strict=True)]
+                for weight, gradient in zip(weights, given, strict=True):
+                    weight.grad = gradient
+            else:
+                engine.backward(loss)
+            engine.step()
+        found.append(engine.get_global_grad_norm().item())
+        with torch.no_grad(), parallel3d.zero.GatheredParameters(weights, modifier_rank=0):
+            engine.module.load_state_dict(WithPenalty().state_dict())
+    return found
+
+
+HALF = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "loss_scale": 64}}
+OWN = [
+    *((zero, {}, accumulation) for zero in (*ZERO, {"stage": 3}) for accumulation in (1, 3)),
+    *((zero, half, 3) for zero in (ZERO[1], {"stage": 3}) for half in HALF),
+]
+
+
+def call_backward_everywhere() -> list[list[float]]:
+    return [call_backward(*case) for case in OWN]
+
+
+def test_the_scripts_own_backward_equals_plain_pytorch(run_ranks):
+    for found in run_ranks(2, call_backward_everywhere):
+        for norms, (zero, half, accumulation) in zip(found, OWN, strict=True):
+            model = WithPenalty()
+            (sum(model.loss(g) for g in range(2 * accumulation)) / (2 * accumulation)).backward()
+            wanted = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm().item()
+            assert norms == pytest.approx([wanted] * 4, rel=1e-2 if half else 1e-6), (zero, half, accumulation)
+
+
+def backward_without_scale() -> str:
+    engine = make(1, fp16={"enabled": True})
+    with pytest.raises(ExecutionError) as caught:
+        engine(*micro_batch(0)).backward()
+    return str(caught.value)
+
+
+def test_float16_asks_for_the_loss_scale(run_ranks):
+    assert "engine.scale(loss).backward()" in run_ranks(1, backward_without_scale)[0]

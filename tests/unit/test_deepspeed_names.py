@@ -60,6 +60,24 @@ assert (deepspeed.__version_major__, deepspeed.__version_minor__) == (0, 19)
 assert required_torch_version(min_version=2.1) and not required_torch_version(max_version="2.10")
 config = runtime_config.DeepSpeedConfig({{"train_batch_size": 8, "gradient_accumulation_steps": 2}})
 assert (config.train_micro_batch_size_per_gpu, config.gradient_allreduce_op) == (4, "mean")
+config.train_batch_size, config.gradient_accumulation_steps, config.zero_optimization = None, 3, {{"stage": 2}}
+samples = torch.utils.data.TensorDataset(torch.ones(24, 2))
+engine, _, loader, _ = deepspeed.initialize(model=torch.nn.Linear(2, 1), config=config, training_data=samples)
+assert engine.get_batch_info() == (12, 4, 3) and engine.zero_optimization_stage() == 2
+assert engine.training_dataloader is loader and engine._get_optimizer_ckpt_name("a", "b").startswith("a/b/")
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.utils.tensor_fragment import fragment_address, safe_get_full_grad
+assert ZeroStageEnum(2) is ZeroStageEnum.gradients
+from deepspeed.launcher import multinode_runner
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+zero = DeepSpeedZeroConfig(stage3_gather_fp16_weights_on_model_save=True, cpu_offload=True, stage=3)
+assert (zero.gather_16bit_weights_on_model_save, zero.overlap_comm, zero.offload_optimizer.device) == (True, True, "cpu")
+config.zero_optimization = zero
+import pickle
+assert pickle.loads(pickle.dumps(DeepSpeedCPUAdam)) is DeepSpeedCPUAdam
+from deepspeed import env_report
+assert env_report.__file__.startswith(sys.path[0]) and env_report.main() == 0
 with deepspeed.OnDevice(dtype=torch.bfloat16):
     layer = torch.nn.Linear(2, 2)
 assert (layer.weight.device.type, layer.weight.dtype) == ("meta", torch.bfloat16)
@@ -81,7 +99,7 @@ assert GatheredParameters is parallel3d.zero.GatheredParameters and Status is Ze
 assert OnDevice is deepspeed.OnDevice and deepspeed.tp_model_init is parallel3d.tp_model_init
 assert instrument_w_nvtx(len)([1, 2]) == 2
 deepspeed.comm.log_summary()
-for absent in (MoE, UlyssesSPAttentionHF, groups._get_sequence_parallel_world_size, estimate):
+for absent in (MoE, UlyssesSPAttentionHF, groups._get_data_parallel_group, estimate):
     assert not isinstance(layer, absent)
     try:
         absent(4)

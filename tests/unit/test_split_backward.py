@@ -543,6 +543,21 @@ def test_values_and_products_are_added() -> None:
     assert not run.completed
 
 
+@pytest.mark.parametrize("mode", ["whole", "fused"])
+@pytest.mark.parametrize("name", ["mlp", "embedding"])
+def test_gradients_are_multiplied_in_any_dtype(mode: str, name: str) -> None:
+    for dtype, tolerance in ((torch.float64, EXACT), (torch.float32, {"rtol": 1e-5, "atol": 1e-5})):
+        case = CASES[name]
+        run, reference, x = Run(build(case), dtype), build(case), double_input(case)
+        with run.sink.scaling(0.375):
+            for _ in range(2):
+                run.backward(mode, 0, run.model(x))
+        accumulate(reference, [x, x])
+        for parameter in reference.parameters():
+            parameter.grad *= 0.375
+        run.check(reference, **tolerance)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_of_gradients(mode: str) -> None:
     """A penalty on the input's gradient: autograd.grad inside the backward adds to no accumulator."""

@@ -50,7 +50,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("curves.json"))
     parser.add_argument("--plot", type=Path, help="an image; the suffix says which kind")
     parser.add_argument("--redraw", type=Path, help="train nothing: --plot the curves of this file")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.redraw and not args.plot:
+        parser.error("--redraw needs --plot, the picture to draw")
+    return args
 
 
 def commands_of(cases: list[Case], args: argparse.Namespace, size: str) -> dict[str, tuple[list[str], int]]:
@@ -134,7 +137,7 @@ def plot(run: Mapping[str, Any], picture: Path) -> None:
 def main() -> int:
     """Train all, write, print; 0 if every case has a curve within noise."""
     args = parse_arguments()
-    if args.redraw and args.plot:
+    if args.redraw:
         plot(selected(json.loads(args.redraw.read_text(encoding="utf-8"))), args.plot)
         return 0
     gpus = find_gpus() if not args.cpu and cuda_version() else []

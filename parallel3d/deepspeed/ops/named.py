@@ -30,5 +30,8 @@ class OptimizerName:
         """Return an optimizer."""
         return self._make(*args, **kwargs)
 
+    def __reduce__(self) -> str:
+        return str(vars(self)["__name__"])  # pickled by name, as a class is
+
     def __instancecheck__(self, instance: object) -> bool:
         return isinstance(instance, self._classes)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = [
     "OnDevice",
     "RepeatingLoader",
+    "fragment_address",
     "get_z3_leaf_modules",
     "instrument_w_nvtx",
     "is_initialized",
@@ -67,7 +68,10 @@ __all__ = [
 ]
 
 
-_PLACES = {"OnDevice": "deepspeed.names", "RepeatingLoader": "pipe.data", "instrument_w_nvtx": "deepspeed.names"}
+_PLACES = {
+    "RepeatingLoader": "pipe.data",
+    **dict.fromkeys(("OnDevice", "fragment_address", "instrument_w_nvtx"), "deepspeed.names"),
+}
 
 
 def __getattr__(name: str) -> Any:

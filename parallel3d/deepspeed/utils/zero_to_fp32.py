@@ -9,6 +9,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor, nn
@@ -94,7 +95,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tensors = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
     output = Path(output_dir)
     output.mkdir(parents=True, exist_ok=True)
-    save_torch_state_dict(tensors, output, max_shard_size=max_shard_size, safe_serialization=safe_serialization)
+    with TemporaryDirectory(dir=output) as own:  # every rank of a script may write these files at once
+        save_torch_state_dict(tensors, own, max_shard_size=max_shard_size, safe_serialization=safe_serialization)
+        for path in Path(own).iterdir():
+            path.replace(output / path.name)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -20,7 +20,6 @@ from parallel3d.zero.buckets import Bucket, make_buckets
 from parallel3d.zero.optimizer import ShardedOptimizer, check_optimizer
 from parallel3d.zero.policy import ZeroPolicy
 
-MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="PyTorch has Muon from 2.9 on")
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 
 
@@ -46,7 +45,7 @@ def parameters(*shapes: tuple[int, ...], seed: int = 0) -> list[nn.Parameter]:
         ("nadam", {}, torch.optim.NAdam, {"lr": 2e-3}),
         ("RAdam", {}, torch.optim.RAdam, {}),
         ("adafactor", {"d": 2.0}, torch.optim.Adafactor, {"d": 2.0}),
-        pytest.param("Muon", {"momentum": 0.9}, getattr(torch.optim, "Muon", None), {"momentum": 0.9}, marks=MUON),
+        ("Muon", {"momentum": 0.9}, torch.optim.Muon, {"momentum": 0.9}),
     ],
 )  # fmt: skip
 def test_names_in_any_case_make_their_class(name: str, params: dict[str, Any], cls: type, settings: dict[str, Any]):
@@ -127,11 +126,11 @@ def test_groups_keep_their_own_settings_whatever_iterates_over_them():
     assert found[1][0][0] is second
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Lion", pytest.param("Muon", marks=MUON), "Adagrad"])
-def test_a_rank_without_parameters_gets_an_optimizer_of_nothing(name: str):
-    optimizer = build_optimizer(name, [], {})
-    optimizer.step()
-    assert [group["params"] for group in optimizer.param_groups] == [[]]
+def test_a_rank_without_parameters_gets_an_optimizer_of_nothing():
+    for name in ("AdamW", "Lion", "Muon", "Adagrad"):
+        optimizer = build_optimizer(name, [], {})
+        optimizer.step()
+        assert [group["params"] for group in optimizer.param_groups] == [[]]
 
 
 @pytest.mark.parametrize(
@@ -162,7 +161,7 @@ def test_a_rank_without_parameters_gets_an_optimizer_of_nothing(name: str):
         ("Lion", {"betas": [0.9]}, r"betas must be two numbers of \[0, 1\), but are \(0.9,\)"),
         ("Lion", {"lr": -0.1}, r"lr must not be negative, but is -0.1"),
         ("Lion", {"weight_decay": -0.1}, r"weight_decay must not be negative, but is -0.1"),
-        pytest.param("Muon", {}, r"'Muon' updates matrices alone, but .* of shape \[3\]; pass initialize", marks=MUON),
+        ("Muon", {}, r"'Muon' updates matrices alone, but there is a parameter of shape \[3\]; pass initialize the matrices"),
     ],
 )  # fmt: skip
 def test_wrong_optimizers_are_refused_with_what_is_right(name: str, params: dict[str, Any], message: str):
