@@ -12,6 +12,7 @@ from test_search import of_blocks, small_model, traced
 from parallel3d.config.layout import parse_layout
 from parallel3d.planner.cluster.file import load_cluster
 from parallel3d.planner.predict.costs import StepPrediction
+from parallel3d.planner.predict.sharded import ONE_WAY
 from parallel3d.planner.search.plan import Planner, Question
 from parallel3d.planner.search.search import BranchAndBound, evaluate
 from parallel3d.schedule.instructions import Op
@@ -71,7 +72,9 @@ def test_an_update_takes_as_long_as_its_slowest_transfer(way: str) -> None:
     assert memory.disk == pytest.approx(disk, rel=1e-2)
 
 
-@pytest.mark.parametrize(("gpus", "place", "rate"), [(1, CPU, 10e6), (4, CPU, 10e6), (1, NVME, 3e6)])
+@pytest.mark.parametrize(
+    ("gpus", "place", "rate"), [(1, CPU, ONE_WAY * 10e6), (4, CPU, ONE_WAY * 10e6), (1, NVME, 3e6)]
+)
 def test_a_gather_copies_the_shard_to_the_device_first(gpus: int, place: dict[str, Any], rate: float) -> None:
     words = f"dp{gpus},zero3,1f1b,m1,mb1"
     # With room for all weights, each layer's are gathered once, one after the other.
