@@ -267,7 +267,7 @@ class Predictor:
         gathered = [0] * layout.stages
         if split.sharded is not None:
             sizes = [{unit: size.nbytes for unit, size in own.items()} for own in split.sharded.sizes]
-            freed = self._freed(split, program) or [()] * layout.stages
+            freed = self._freed(split, program) or [[]] * layout.stages
             gathered = list(map(peak_live, program.instructions, sizes, freed))
         stages = enumerate(zip(map(self.capacity, split.links.devices), gathered, strict=True))
         found = (model.stage(replay, split.bounds, layout, k, *room, samples, live) for k, (room, live) in stages)
