@@ -212,6 +212,8 @@ class PipelineTrainer(_Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the whole model as a directory that from_pretrained reads. Collective."""
         self._need_engine()
-        self._save(output_dir, state_dict=self.deepspeed._consolidated_16bit_state_dict())
+        weights = self.deepspeed._consolidated_16bit_state_dict()
+        if self.args.should_save:  # _save of transformers 5.17 writes on every rank that calls it
+            self._save(output_dir, state_dict=weights)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import RLock
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -37,6 +37,24 @@ class LateEvent:
         return self._copy is None
 
 
+class LateFill:
+    """Fills of new memory of the device, which run when something waits for an event that was recorded after them."""
+
+    pending: ClassVar[list[Tensor]] = []
+
+    def __init__(self) -> None:
+        self._before = list(self.pending)
+
+    def synchronize(self) -> None:
+        for memory in self._before:
+            if any(memory is other for other in self.pending):
+                memory.fill_(255)  # NaN of every dtype
+        self.pending[:] = [other for other in self.pending if all(other is not memory for memory in self._before)]
+
+    def query(self) -> bool:
+        return not self.pending
+
+
 class LateTransfers:
     """Stands in for comm.transfers.Transfers. Copies of one direction run in order, as on a CUDA stream."""
 
@@ -48,12 +66,13 @@ class LateTransfers:
         self._last[to_host] = event = LateEvent(target, source, [self._last.get(to_host), *after])
         return event
 
-    def now(self, device: torch.device) -> None:
-        return None
+    def now(self, device: torch.device) -> LateFill:
+        return LateFill()
 
     def wait_for(self, done: LateEvent | None, device: torch.device) -> None:
         if done is not None:
             done.synchronize()
+        LateFill().synchronize()  # those that the copies have not waited for come last
 
     def after_copies_to(self, device: torch.device) -> Any:
         """Run a collective, which the CPU does at once, after all copies to the device."""
@@ -67,8 +86,22 @@ class LateTransfers:
 
 @contextmanager
 def late_copies() -> Iterator[None]:
-    """Let the engines that are made in this context copy as late as they may."""
+    """Let the engines that are made in this context copy, and fill the window's new memory, as late as they may."""
+    allocate, bring = offload.OffloadedState._on_device, offload.OffloadedState._bring
+
+    def filled_late(state: offload.OffloadedState, itemsize: int) -> Tensor:
+        memory = allocate(state, itemsize)
+        LateFill.pending.append(memory)
+        return memory
+
+    def bring_early(state: offload.OffloadedState, *args: Any) -> Any:
+        # What is allocated elsewhere is used by the stream that fills it.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(offload.OffloadedState, "_on_device", filled_late)
+            return bring(state, *args)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload.OffloadedState, "_bring", bring_early)
         for module in (host_shards, offload):
             patch.setattr(module, "Transfers", LateTransfers)
         yield

@@ -110,13 +110,13 @@ def optimizer_state(engine: Engine) -> dict[str, Tensor]:
 
 
 def trained(
-    case: Case, offload: dict[str, Any], before_step: Callable[[], None] = lambda: None
+    case: Case, offload: dict[str, Any], before_step: Callable[[], None] = lambda: None, steps: int = STEPS
 ) -> tuple[Any, dict[str, Tensor], int, Engine]:
     engine = engine_of(case, offload)
     engine.update.call_before_step(before_step)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="step . skipped")
-        run = run_steps(engine, data_of(engine), STEPS)
+        run = run_steps(engine, data_of(engine), steps)
     return run, optimizer_state(engine), engine.skipped_steps, engine
 
 
@@ -129,7 +129,10 @@ def on_disk(directory: Path, **more: Any) -> dict[str, Any]:
 
 def compare(case: Case, directory: Path, before_step: Callable[[], None] = lambda: None) -> list[str]:
     """Return what differs from training without offload, and from the predicted memory. before_step: called in each step."""
-    wanted, wanted_state, skipped, _ = trained(case, {})
+    wanted, wanted_state, skipped, engine = trained(case, {})
+    # A CPU and a GPU round masters differently, and so weights of few bits, which the steps to come compute with.
+    rounds_otherwise = engine.device.type == "cuda" and bool({"bf16", "fp16"} & case.config.keys())
+    first, first_state, *_ = trained(case, {}, steps=skipped + 1) if rounds_otherwise else (wanted, wanted_state)
     problems = []
     # From stage 2 on, the disk has a part, host memory another one, and the device the rest.
     split = {"ratio": 0.8, "host_ratio": 0.5} if case.stage >= 2 else {}
@@ -139,15 +142,20 @@ def compare(case: Case, directory: Path, before_step: Callable[[], None] = lambd
         run, state, own_skipped, engine = trained(case, offload, before_step)
         if own_skipped != skipped or (0 < skipped < STEPS) != ("fp16" in case.config):
             problems.append(f"{name}: {own_skipped} skipped steps, {skipped} without offload")
-        for losses, others in zip(run[:2], wanted[:2], strict=True):
+        if tolerance and rounds_otherwise:
+            if run[0] != pytest.approx(wanted[0], rel=1e-3, nan_ok=True):
+                problems.append(f"{name}: {run[0]}, without offload {wanted[0]}")
+            run, state, _, engine = trained(case, offload, before_step, skipped + 1)
+        expected, expected_state = (first, first_state) if tolerance else (wanted, wanted_state)
+        for losses, others in zip(run[:2], expected[:2], strict=True):
             if losses != pytest.approx(others, rel=tolerance, abs=0, nan_ok=True):
                 problems.append(f"{name}: {losses}, without offload {others}")
-        if set(state) != set(wanted_state) or not wanted_state:
-            problems.append(f"{name}: {sorted(set(state) ^ set(wanted_state))}")
+        if set(state) != set(expected_state) or not expected_state:
+            problems.append(f"{name}: {sorted(set(state) ^ set(expected_state))}")
         # Rounded to bf16 or fp16, weights may differ by a step of the dtype where the masters differ by 1e-6.
         weights = run[2] if not tolerance else {}
         for key, value in {**state, **weights}.items():
-            other = wanted_state[key] if key in wanted_state else wanted[2][key]
+            other = expected_state[key] if key in expected_state else expected[2][key]
             if tolerance and key.endswith("qkv.bias"):
                 # The gradient of a key's bias is zero, and Adam makes steps of its rounding.
                 value, other = (torch.cat([t[: toy.HIDDEN], t[2 * toy.HIDDEN :]]) for t in (value, other))

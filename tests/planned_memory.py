@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+import pytest
 import torch
 from layouts import own_iterator
 
 import parallel3d
+from parallel3d import DeepSpeedEngine as Engine
 from parallel3d.config import load
 from parallel3d.config.layout import Layout, configuration, parse_layout
 from parallel3d.models import CausalLMLoss, DecoderConfig
 from parallel3d.models.decoder import decoder
+from parallel3d.monitor.memory import LiveStorages, RunMemory
 from parallel3d.pipe import PipelineModule
+from parallel3d.pipe import units as pipe_units
 from parallel3d.planner.predict.chunk_memory import ChunkMemory, MemoryReplay
 from parallel3d.planner.predict.memory import MemoryModel
 from parallel3d.planner.predict.profile import ModelProfile, layer_units, stage_parameters
@@ -66,6 +70,7 @@ class Measured:
     """One rank: its stage and slice, the report of engine.reports.memory_report, most bytes within the batch and the step.
 
     in_transit: the most bytes that messages sent held; program: every stage's instructions, as the executor has them.
+    runs: bytes in each run of a layer, if weights are sharded.
     """
 
     stage: int
@@ -76,6 +81,37 @@ class Measured:
     step_peak: int
     in_transit: int
     program: Program
+    runs: list[int]
+
+
+class CountedRuns(RunMemory):
+    """Counts storages, on the CPU; what is gathered is written into those that were there before."""
+
+    storages: ClassVar = LiveStorages()
+
+    def _peak(self) -> int:
+        peak, self.storages.peak = self.storages.peak, self.storages.nbytes
+        return peak
+
+    def begin(self, beside: int) -> None:
+        super().begin(0)
+
+    def reach(self, run: int, beside: int) -> None:
+        super().reach(run, 0)
+
+
+def measure_runs(engine: Engine, data: Any) -> list[int]:
+    """Return the bytes in each run of a layer in a batch, if weights are sharded."""
+    units = engine._runner._units
+    if units is None:
+        return []
+    with pytest.MonkeyPatch.context() as patch, LiveStorages() as storages:
+        patch.setattr(CountedRuns, "storages", storages)
+        patch.setattr(pipe_units, "RunMemory", CountedRuns)
+        units.measure()
+        memory = units._memory
+        engine.train_batch(data)
+    return memory.most
 
 
 def measure(words: str, tied: bool, changes: Mapping[str, Any]) -> Measured:
@@ -84,7 +120,7 @@ def measure(words: str, tied: bool, changes: Mapping[str, Any]) -> Measured:
     config = configuration(layout, base(changes))
     module = PipelineModule(model(tied, layout.units), loss_fn=LOSS, config=config)
     engine, *_ = parallel3d.initialize(model=module, config=config)
-    data = own_iterator(engine, [micro_batch(layout.micro_batch)] * 2 * layout.micro_batches * 8)
+    data = own_iterator(engine, [micro_batch(layout.micro_batch)] * 3 * layout.micro_batches * 8)
     engine.train_batch(data)
     engine.reports.profile_next_batch("memory")
     engine.train_batch(data)
@@ -102,6 +138,7 @@ def measure(words: str, tied: bool, changes: Mapping[str, Any]) -> Measured:
         profile.step.peak,
         sends * layout.micro_batch * SEQ * HIDDEN * (2 if "bf16" in changes else 4),
         profile.program,
+        measure_runs(engine, data),
     )
 
 
@@ -111,8 +148,11 @@ def parse(words: str) -> Layout:
 
 def predict(
     words: str, tied: bool, changes: Mapping[str, Any], bounds: tuple[int, ...]
-) -> tuple[tuple[StageMemory, ...], list[int], Program]:
-    """Return each stage's predicted memory, activation bytes between instructions, and the program; in any process."""
+) -> tuple[tuple[StageMemory, ...], list[int], Program, list[list[int]]]:
+    """Return each stage's predicted memory, activation bytes between instructions, the program, and bytes of each layer's run.
+
+    In any process.
+    """
     layout = parse(words)
     inputs, labels = micro_batch(1)
     config = load({"train_micro_batch_size_per_gpu": 1, **base(changes)})
@@ -129,10 +169,11 @@ def predict(
     lifetimes = (
         None if sharded is None else sharded.lifetimes(live_limits(config.zero_optimization, sharded.elements)[0])
     )
-    program = Programs().simulation(layout, buckets, policy, layout.micro_batches, lifetimes=lifetimes).program
+    added = None if lifetimes is None else (lifetimes, lambda program: ())
+    program = Programs().simulation(layout, buckets, policy, layout.micro_batches, sharded=added).program
     replay = MemoryReplay.of(program)
-    between = []
-    for stage in range(layout.stages):
+    between, stage_numbers = [], range(layout.stages)
+    for stage in stage_numbers:
         chunks = memory.chunks(replay, bounds, layout, stage).items()
         held = {c: ChunkMemory(chunk.held, chunk.kept_input, dict) for c, chunk in chunks}
         between.append(replay.peak(stage, held).held)
@@ -141,4 +182,4 @@ def predict(
         sizes = [{unit: size.nbytes for unit, size in own.items()} for own in sharded.sizes]
         gathered = list(map(peak_live, program.instructions, sizes))
     stages = tuple(memory.stage(replay, bounds, layout, k, 2**40, 2**40, 1, live) for k, live in enumerate(gathered))
-    return stages, between, program
+    return stages, between, program, [replay.runs(k, memory.chunks(replay, bounds, layout, k)) for k in stage_numbers]

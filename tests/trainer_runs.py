@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import socket
+import subprocess
 import sys
 import zipfile
 from functools import wraps
@@ -20,6 +21,7 @@ STEPS, SAVED = 4, 2
 # What DeepSpeed's WarmupDecayLR with 2 steps of warmup multiplies the rate of each step with; the last is in no step.
 RATES = (0.0, 0.0, 1.0, 1.0, 0.5)
 NOT_RESUMED = ("rates", "memory", "twice")
+_ON_CUDA = "TRAINER_ON_CUDA" in os.environ  # of the ranks
 # Of each Trainer's TrainingArguments.
 ARGUMENTS: dict[str, Any] = {
     "max_steps": STEPS,
@@ -31,8 +33,8 @@ ARGUMENTS: dict[str, Any] = {
     "load_best_model_at_end": True,
     "metric_for_best_model": "eval_loss",
     "report_to": [],
-    "use_cpu": True,
-    "ddp_backend": "gloo",
+    "use_cpu": not _ON_CUDA,
+    "ddp_backend": "nccl" if _ON_CUDA else "gloo",
     "disable_tqdm": True,
     "log_level": "error",
     "seed": 0,
@@ -101,21 +103,31 @@ def _free_port() -> int:
     return port
 
 
-def _launch(directory: Path, module: str, configs: dict[str, Any], *launcher: str) -> dict[str, Any]:
+def _launch(
+    directory: Path, module: str, configs: dict[str, Any], *launcher: str, cuda: bool = False
+) -> dict[str, Any]:
     """Run main(model, directory, configs) of a module on a launcher's ranks; return what it has written."""
     arguments = str(directory / "model"), str(directory), json.dumps(configs)
     script = str(Path(__file__).parent / f"{module}.py")
     imports = "transformers.trainer", "transformers.models.llama.modeling_llama", "peft"
     environment = environment_of(directory)
-    run_launcher(directory, *launcher, script, *arguments, imports=imports, environment=environment, timeout=600)
+    if cuda:  # by processes of their own: a fork can't use CUDA after imports have looked for it
+        environment |= {"TRAINER_ON_CUDA": "1", "CUDA_VISIBLE_DEVICES": "0,1"}
+        command = [sys.executable, "-m", *launcher, script, *arguments]
+        job = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+        assert job.returncode == 0, job.stderr
+    else:
+        run_launcher(directory, *launcher, script, *arguments, imports=imports, environment=environment, timeout=600)
     found: dict[str, Any] = json.loads((directory / "found.json").read_text())
     return found
 
 
-def run_job(directory: Path, module: str, configs: dict[str, Any], world: int = 2) -> dict[str, Any]:
-    """Train on some ranks of torchrun's."""
+def run_job(
+    directory: Path, module: str, configs: dict[str, Any], world: int = 2, cuda: bool = False
+) -> dict[str, Any]:
+    """Train on some ranks of torchrun's, on the CPU or each on a GPU."""
     torchrun = "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)
-    return _launch(directory, module, configs, *torchrun)
+    return _launch(directory, module, configs, *torchrun, cuda=cuda)
 
 
 def launch_job(directory: Path, module: str, deepspeed: dict[str, Any], configs: dict[str, Any]) -> dict[str, Any]:

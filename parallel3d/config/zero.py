@@ -99,6 +99,10 @@ class OffloadParamConfig(Section):
         differs="each has the size of the largest shard",
     )
     pin_memory: bool = key(True, "true or false", differs="true by default: copies overlap only with pinned memory")
+    fill_freed_memory: bool = own_key(
+        True,
+        "true or false, whether more weights stay gathered while activations take less memory than at its peak (CUDA)",
+    )
 
     @model_validator(mode="after")
     def _has_place(self) -> OffloadParamConfig:

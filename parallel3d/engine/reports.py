@@ -243,13 +243,15 @@ class Reports:
                 window=measured.window,
             )
         if units is not None:
-            sizes = unit_sizes(infos, frozen, update.policy, replicas)
-            gathered = peak_live(self._instructions, {unit: size.nbytes for unit, size in sizes.items()})
+            sizes = {u: s.nbytes for u, s in unit_sizes(infos, frozen, update.policy, replicas).items()}
+            gathered = peak_live(self._instructions, sizes)
             predicted, measured = replace(predicted, gathered=gathered), replace(measured, gathered=units.peak_bytes)
         activations, workspace, needed = (0, 0), 0, measured.update + measured.window
         if profile is not None:
             activations = profile.activations(self._model.stage_id)
             workspace, needed = profile.batch.peak, profile.step.peak
+            if units is not None:  # more may have been gathered in other batches, while there were fewer activations
+                gathered = peak_live(profile.program.instructions[self._model.stage_id], sizes)
         # On CUDA the allocator's count has what is gathered in the batch, too.
         recorded = profile is not None and self._model.device.type == "cuda"
         beside = measured.backward - (measured.gathered if recorded else 0)
@@ -265,7 +267,8 @@ class Reports:
             del rows["disk"]
         rows["activations"] = activations
         rows["steady"] = (predicted.steady, measured.steady)
-        rows["backward"] = (predicted.backward + activations[0], beside + workspace)
+        most = replace(predicted, gathered=gathered).backward if units is not None else predicted.backward
+        rows["backward"] = (most + activations[0], beside + workspace)
         rows["step"] = (predicted.step, measured.steady + measured.transient + needed)
         return rows
 

@@ -15,8 +15,10 @@ from parallel3d.comm.transport import Transport
 from parallel3d.config import Config
 from parallel3d.engine.attention import attention_context
 from parallel3d.engine.calls import StepProgress
+from parallel3d.engine.freed import FreedMemory
 from parallel3d.engine.reports import Reports
 from parallel3d.engine.update import LossShare, WeightUpdate, countable
+from parallel3d.monitor.memory import RunMemory
 from parallel3d.optim.precision import Precision
 from parallel3d.pipe.blocks import BlockUnits
 from parallel3d.pipe.executor import Batch, BatchResult, Executor
@@ -83,6 +85,8 @@ class BatchRunner:
         self.programs = Programs(
             model, config.pipeline, num_buckets, partitioned, update.policy.reduce_per_micro_batch, lifetimes
         )
+        offload = update.policy.weight_offload if layers is not None and RunMemory.can_measure(model.device) else None
+        self._freed = FreedMemory(layers, self.programs, model) if layers and offload and offload.fills else None
         transport = transport or Transport(model.groups, config.pipeline.peer_copies)
         dynamic = config.pipeline.shapes == "dynamic" or model.dynamic_shape
         self._messages = Messages(transport, model.device, dynamic)
@@ -140,8 +144,14 @@ class BatchRunner:
         scale = self._update.loss_scale
         batch = Batch(micro_batches, signatures, training, weight, scale, keep_outputs, compute_loss, streams)
         program, owners = self.programs.get(len(signatures), training), self.programs.replica_owners
+        freed = self._freed if training and "memory" not in self._reports.monitor.profiles else None
+        if freed is not None:
+            program = freed.program_for(program, signatures)
         with self.calling(), self._reports.recording(program, batch, self._messages) as (record, wait):
-            return batch, self._executor.run(program, owners, batch, record, wait)
+            result = self._executor.run(program, owners, batch, record, wait)
+            if freed is not None:
+                freed.after()
+            return batch, result
 
     def output_of(self, inputs: Any, signature: int) -> Any:
         """Return the last layer's output for one micro-batch, in evaluation; None on ranks of other stages."""

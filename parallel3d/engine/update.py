@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from parallel3d.comm.collectives import Work, all_gather_integers, all_gather_object, all_reduce
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import Config
-from parallel3d.errors import ConfigError
+from parallel3d.errors import ConfigError, OffloadError
 from parallel3d.kernels.fused_adamw import open_update_kernels
 from parallel3d.optim.precision import LossScaler, Precision
 from parallel3d.parameters import ParameterInfo
@@ -176,8 +176,13 @@ class WeightUpdate:
         """Return where offloaded state will be kept, and the file of weights; None for what won't be. Collective."""
         if self.policy.offload is None and self.policy.weight_offload is None:
             return None, None
-        moments, replicas = moments_of(self.optimizer) or 0, self._groups.data.size
-        state = predict_state(infos, self.policy, replicas, moments, frozen=self._frozen)
+        moments, replicas = moments_of(self.optimizer), self._groups.data.size
+        if moments is None and self.policy.offload is not None and self.policy.offload.disk is not None:
+            raise OffloadError(
+                f"how much state {type(self.optimizer).__name__} keeps for an element isn't known, so no space can be taken on "
+                "disk for it; use offload_optimizer.device cpu, or one of the optimizers of torch.optim"
+            )
+        state = predict_state(infos, self.policy, replicas, moments or 0, frozen=self._frozen)
         shards = predict_shards(infos, self._frozen, self.policy, replicas)
         own = (weights_of(info.parameter) for info in (*infos, *self._frozen))
         held = sum(w.shard.nbytes for w in own if w is not None and w.shard.device.type == "cpu")

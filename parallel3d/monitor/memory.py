@@ -126,6 +126,42 @@ class MemoryRecorder:
         self._before = now
 
 
+class RunMemory:
+    """Peak memory of a CUDA device in each run of a layer. most: bytes of each run that has ended, without those told.
+
+    beside: bytes that don't count, such as gathered weights, which change at the boundaries between runs alone.
+    """
+
+    def __init__(self, device: torch.device, beside: int):
+        self._device = device
+        self._own = 0
+        self.most: list[int] = []
+        self.begin(beside)
+
+    @staticmethod
+    def can_measure(device: torch.device) -> bool:
+        """Return whether the peak of a device's memory can be measured."""
+        return device.type == "cuda"
+
+    def _peak(self) -> int:
+        """Return the most bytes that were allocated since the last call."""
+        peak = torch.cuda.max_memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return peak
+
+    def begin(self, beside: int) -> None:
+        """Begin a run, or go on with it after a boundary."""
+        self._beside = beside
+        self._peak()
+
+    def reach(self, run: int, beside: int) -> None:
+        """Reach the boundary before the run of this number. Runs whose boundaries were not reached count as one."""
+        self._own = max(self._own, self._peak() - min(self._beside, beside))
+        if run > len(self.most):
+            self.most += [self._own] * (run - len(self.most))
+            self._own = 0
+
+
 @dataclass(frozen=True)
 class MemoryProfile:
     """Memory of one training batch: its program, what its instructions hold, and what the optimizer's step needs."""

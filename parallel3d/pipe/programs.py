@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from parallel3d.config import PipelineConfig
 from parallel3d.pipe.module import PipelineModule
@@ -59,7 +59,11 @@ class Programs:
         self.plan = plan
         self._cache = {key: program for key, program in self._cache.items() if not key[1]}
 
-    def _training(self, num_micro_batches: int) -> Program:
+    def filled(self, num_micro_batches: int, freed: Sequence[Sequence[int]]) -> Program:
+        """Return the training program with more sharded weights gathered. freed: see Lifetimes.add_to."""
+        return self._training(num_micro_batches, freed)
+
+    def _training(self, num_micro_batches: int, freed: Sequence[Sequence[int]] = ()) -> Program:
         if self._pipeline.schedule != "auto":
             program = self._settings.program(self._pipeline, num_micro_batches)
         else:
@@ -72,7 +76,7 @@ class Programs:
         whole = add_collectives(
             lower(program), self._chunk_buckets, self.replica_owners, self._partitioned, self.reduce_per_micro_batch
         )
-        return self._lifetimes.add_to(whole) if self._lifetimes is not None else whole
+        return self._lifetimes.add_to(whole, freed) if self._lifetimes is not None else whole
 
     def _evaluation(self, num_micro_batches: int) -> Program:
         settings = self._settings

@@ -11,10 +11,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from parallel3d.monitor.memory import RunMemory
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.schedule.instructions import Instruction, Op
 from parallel3d.schedule.lifetimes import ChunkUses, Use
 from parallel3d.zero.weights import Units
+
+# Of the peak of memory, the part that isn't filled: the allocator's blocks are up to 1 MiB larger than their tensors.
+_GAP = 512
 
 
 class LayerUnits:
@@ -28,12 +32,13 @@ class LayerUnits:
         self._module, self._units = module, units
         self._of_layer = {layer: units.of(m.parameters()) for layer, m in module.calls.with_modules()}
         self._uses = {chunk: self._uses_of(chunk) for chunk in module.own_chunks}
+        self._memory: RunMemory | None = None
         self._stop()
 
     def _stop(self) -> None:
         self._layers: Sequence[int] | None = None
         self._items: deque[tuple[int, Instruction]] = deque()
-        self._position = 0
+        self._position = self._first = 0
 
     def uses(self) -> dict[int, ChunkUses]:
         """Return what each of this rank's chunks uses."""
@@ -54,7 +59,7 @@ class LayerUnits:
         - first: the number of its first run of a layer, of all on the rank.
         """
         self._items = deque((item.run - first, item) for item in lifetimes if item.run is not None)
-        self._layers, self._position = self._module.calls.runs(i.chunk, i.op), 0
+        self._layers, self._position, self._first = self._module.calls.runs(i.chunk, i.op), 0, first
         if self._layers:
             self.before_layer(self._layers[0])
         run(i)
@@ -66,9 +71,22 @@ class LayerUnits:
         gathers = (i for i in program if i.op is Op.GATHER_PARAMS and i.run is not None)
         self._units.expect(i.bucket for i in gathers if i.bucket is not None)
 
+    def measure(self) -> None:
+        """Measure, in the next program, the memory of each run of a layer, without gathered weights."""
+        self._memory = RunMemory(self._module.device, self._units.live_bytes)
+
+    def freed(self) -> list[int]:
+        """Return how many elements of weights each run of the measured program had more room for than that with the least."""
+        assert self._memory is not None
+        memory, self._memory = self._memory, None
+        memory.reach(len(memory.most) + 1, self._units.live_bytes)
+        most = max(memory.most)
+        return [self._units.elements(max(0, most - nbytes - most // _GAP)) for nbytes in memory.most]
+
     def abort(self) -> None:
         """Release all units, after a failure or a call outside of a program."""
         self._stop()
+        self._memory = None
         self._units.release_all()
 
     def before_layer(self, layer: int) -> None:
@@ -96,6 +114,8 @@ class LayerUnits:
 
     def _carry_out(self, boundary: int) -> None:
         """Gather and release up to this boundary."""
+        if self._memory is not None:
+            self._memory.reach(self._first + boundary, self._units.live_bytes)
         while self._items and self._items[0][0] <= boundary:
             item = self._items.popleft()[1]
             assert item.bucket is not None
@@ -103,3 +123,5 @@ class LayerUnits:
                 self._units.gather(item.bucket)
             else:
                 self._units.release(item.bucket)
+        if self._memory is not None:
+            self._memory.begin(self._units.live_bytes)

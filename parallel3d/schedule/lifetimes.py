@@ -10,7 +10,8 @@ import heapq
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, takewhile
+from itertools import accumulate, chain, repeat, takewhile, zip_longest
+from typing import NamedTuple
 
 from parallel3d.errors import ScheduleError
 from parallel3d.schedule.instructions import COMPUTE_OPS, LIFETIME_OPS, Instruction, Op, Program
@@ -72,8 +73,7 @@ def live_choices(ranks: Sequence[Mapping[int, int]]) -> list[int]:
     return sorted({max(1, *(sum(own[:n]) for own in largest)) for n in counts})
 
 
-@dataclass(frozen=True)
-class _Residency:
+class _Residency(NamedTuple):
     """Time in which a unit is gathered, from its first use to its last: numbers of a rank's runs of layers."""
 
     unit: int
@@ -92,17 +92,21 @@ class Lifetimes:
     sizes: Mapping[int, int]
     limits: LiveLimits
 
-    def add_to(self, program: Program) -> Program:
+    def add_to(self, program: Program, freed: Sequence[Sequence[int]] = ()) -> Program:
         """Put the GATHER_PARAMS and RELEASE_PARAMS of units right before the compute in which they happen.
 
-        Raises ScheduleError if `limits.live` is too small.
+        freed: for each rank and each of its runs, the elements that may be live, or gathered ahead, beyond the limits; its last
+        number holds for all runs to come. Raises ScheduleError if `limits.live` is too small.
         """
-        return program.with_instructions([self._with_lifetimes(rank) for rank in program.instructions])
+        every = zip_longest(program.instructions, freed, fillvalue=())
+        return program.with_instructions([self._with_lifetimes(rank, more) for rank, more in every])
 
-    def _with_lifetimes(self, instructions: Sequence[Instruction]) -> list[Instruction]:
+    def _with_lifetimes(self, instructions: Sequence[Instruction], freed: Sequence[int]) -> list[Instruction]:
         runs = [self.uses[i.chunk].of(i.op) if i.op in COMPUTE_OPS else () for i in instructions]
         every_run = list(chain(*runs))
-        events = deque(_events(every_run, self.sizes, self.limits.fit(self.sizes, every_run)))
+        limits = self.limits.fit(self.sizes, every_run)
+        more = [*freed, *repeat(freed[-1] if freed else 0, len(every_run) - len(freed))]
+        events = deque(_events(every_run, self.sizes, limits, more))
         out: list[Instruction] = []
         end = 0
         for i, its in zip(instructions, runs, strict=True):
@@ -120,46 +124,48 @@ def _is_inside(event: tuple[int, Op, int], start: int, end: int) -> bool:
     return start <= run < end or (run == end and op is Op.RELEASE_PARAMS)
 
 
-def _events(uses: Sequence[Use], sizes: Mapping[int, int], limits: LiveLimits) -> Iterator[tuple[int, Op, int]]:
+def _events(
+    uses: Sequence[Use], sizes: Mapping[int, int], limits: LiveLimits, freed: Sequence[int]
+) -> Iterator[tuple[int, Op, int]]:
     """Yield (run before which it happens, GATHER_PARAMS or RELEASE_PARAMS, unit) in the order of a rank's list."""
-    residencies = sorted(_residencies(uses, sizes, limits), key=lambda r: r.first)
-    waiting = deque(residencies)
-    ends: dict[int, list[int]] = {}  # run -> the units that are released before it
-    for residency in residencies:
-        ends.setdefault(residency.last + 1, []).append(residency.unit)
-    live: set[int] = set()
-    ahead: deque[_Residency] = deque()
+    residencies = sorted(_residencies(uses, sizes, limits, freed), key=lambda r: r.first)
+    gathers: dict[int, list[int]] = {}  # run -> the units that are gathered before it
+    releases: dict[int, list[int]] = {}
+    for residency, start in zip(residencies, _starts(residencies, sizes, limits, freed), strict=True):
+        gathers.setdefault(start, []).append(residency.unit)
+        releases.setdefault(residency.last + 1, []).append(residency.unit)
     for run in range(len(uses) + 1):
-        for unit in ends.get(run, ()):
-            live.remove(unit)
-            yield run, Op.RELEASE_PARAMS, unit
-        while ahead and ahead[0].first <= run:
-            ahead.popleft()
-        while waiting and _may_gather(waiting[0], run, live, ahead, sizes, limits):
-            residency = waiting.popleft()
-            live.add(residency.unit)
-            if residency.first > run:
-                ahead.append(residency)
-            yield run, Op.GATHER_PARAMS, residency.unit
+        yield from ((run, Op.RELEASE_PARAMS, unit) for unit in releases.get(run, ()))
+        yield from ((run, Op.GATHER_PARAMS, unit) for unit in gathers.get(run, ()))
 
 
-def _may_gather(
-    residency: _Residency,
-    run: int,
-    live: set[int],
-    ahead: Sequence[_Residency],
-    sizes: Mapping[int, int],
-    limits: LiveLimits,
-) -> bool:
-    """Return whether a unit is gathered before this run: it is used now, or it may be gathered ahead."""
-    if residency.first <= run:
-        return True
-    size = sizes[residency.unit]
-    fits = sum(sizes[u] for u in live) + size <= limits.live
-    return residency.unit not in live and fits and sum(sizes[r.unit] for r in ahead) + size <= limits.ahead
+def _starts(
+    residencies: Sequence[_Residency], sizes: Mapping[int, int], limits: LiveLimits, freed: Sequence[int]
+) -> Iterator[int]:
+    """Yield the run before which each unit is gathered: as early as there is room, one after the other."""
+    changes = [0] * (len(freed) + 1)
+    for residency in residencies:
+        changes[residency.first] += sizes[residency.unit]
+        changes[residency.last + 1] -= sizes[residency.unit]
+    live, ahead = list(accumulate(changes)), [0] * len(freed)
+    start = 0
+    released: dict[int, int] = {}  # unit -> the run before which its last residency so far ends
+    for unit, first, last in residencies:
+        earliest, size = max(start, released.get(unit, 0)), sizes[unit]
+        start = first
+        while start > earliest:
+            before = start - 1
+            if live[before] + size > limits.live + freed[before] or ahead[before] + size > limits.ahead + freed[before]:
+                break
+            live[before], ahead[before] = live[before] + size, ahead[before] + size
+            start = before
+        released[unit] = last + 1
+        yield start
 
 
-def _residencies(uses: Sequence[Use], sizes: Mapping[int, int], limits: LiveLimits) -> Iterator[_Residency]:
+def _residencies(
+    uses: Sequence[Use], sizes: Mapping[int, int], limits: LiveLimits, freed: Sequence[int]
+) -> Iterator[_Residency]:
     """Yield the times in which units are gathered, by Belady's rule in the room that gathering ahead leaves."""
     room = limits.live - limits.ahead
     passed = list(accumulate((sum(sizes[u] for u in use) for use in uses), initial=0))
@@ -173,7 +179,7 @@ def _residencies(uses: Sequence[Use], sizes: Mapping[int, int], limits: LiveLimi
         for unit in use:
             first = held[unit][0] if unit in held else run
             held[unit] = first, run, following[run][unit]
-        while sum(sizes[u] for u in held) > room:
+        while sum(sizes[u] for u in held) > room + freed[run]:
             # Of units that are used next at the same time, the largest leaves: then others may stay.
             unit = max((u for u in held if u not in use), key=lambda u: (held[u][2], sizes[u], u))
             yield _Residency(unit, *held.pop(unit)[:2])
@@ -184,11 +190,20 @@ def _residencies(uses: Sequence[Use], sizes: Mapping[int, int], limits: LiveLimi
                 yield _Residency(unit, first, last)
 
 
-def peak_live(instructions: Iterable[Instruction], sizes: Mapping[int, int]) -> int:
-    """Return the most that is gathered at any time of a rank's list. sizes: unit -> elements, bytes, or another number."""
-    own = [(i.op, i.bucket) for i in instructions if i.run is not None]
-    changes = (sizes[unit] if op is Op.GATHER_PARAMS else -sizes[unit] for op, unit in own if unit is not None)
-    return max(accumulate(changes, initial=0))
+def peak_live(instructions: Iterable[Instruction], sizes: Mapping[int, int], freed: Sequence[int] = ()) -> int:
+    """Return the most that is gathered at any time of a rank's list beyond what is freed then, see `Lifetimes.add_to`.
+
+    sizes: unit -> elements, bytes, or another number, in which `freed` is given, too.
+    """
+    own = [(i.run, i.op, i.bucket) for i in instructions if i.run is not None]
+    more = [*freed, *repeat(freed[-1] if freed else 0, own[-1][0] + 1 - len(freed) if own else 0)]
+    most = live = 0
+    for (run, op, unit), (following, *_) in zip(own, [*own[1:], *own[-1:]], strict=True):
+        if unit is not None:
+            live += sizes[unit] if op is Op.GATHER_PARAMS else -sizes[unit]
+            if following > run:  # what is released at a boundary leaves room for what is gathered there
+                most = max(most, live - min(more[run:following]))
+    return most
 
 
 def lifetimes_before(instructions: Sequence[Instruction], position: int) -> Sequence[Instruction]:

@@ -222,10 +222,12 @@ class OffloadedState:
         flats = (
             {name: flat[span.part] for name, flat in self._flats[bucket].items()} if staged is None else staged.tensors
         )
-        # Kernels that are queued may still use memory that the allocator gives out now.
-        made = self._transfers.now(self._device) if any(name not in buffer.tensors for name in flats) else None
+        is_new = any(name not in buffer.tensors for name in flats)
+        visit.rooms = {name: buffer.room(name, held, self._on_device) for name, held in flats.items()}
+        # Kernels that are queued may still use memory that the allocator gives out now, or fill it, as PyTorch does for
+        # deterministic algorithms.
+        made = self._transfers.now(self._device) if is_new else None
         for name, held in flats.items():
-            visit.rooms[name] = buffer.room(name, held, self._on_device)
             visit.arrived = self._transfers.copy(visit.rooms[name], held, buffer.free, made)
         return visit
 

@@ -64,12 +64,14 @@ class WeightOffload:
     """With stage 3, shards of weights in host memory: a share of the elements, `ratio`. pin: whether it is pinned.
 
     disk: where the others are, which pass through `buffers` buffers in host memory; None if they are on the device.
+    fills: whether more weights are gathered than the limit of live ones where activations leave room for them.
     """
 
     ratio: float = 1.0
     pin: bool = True
     disk: Disk | None = None
     buffers: int = 0
+    fills: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def _weight_offload(zero: ZeroConfig, aio: AioConfig, shard_numel: int) -> Weigh
         ratio = 1.0 if disk is None else 0.0
     else:
         ratio = min(1.0, config.max_in_cpu / shard_numel) if shard_numel else 1.0
-    return WeightOffload(ratio, config.pin_memory, disk, config.buffer_count)
+    return WeightOffload(ratio, config.pin_memory, disk, config.buffer_count, config.fill_freed_memory)
 
 
 def _offload(zero: ZeroConfig, aio: AioConfig) -> OptimizerOffload | None:

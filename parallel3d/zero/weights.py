@@ -192,6 +192,10 @@ class Units:
         self._held: set[int] = set()  # units that are gathered here, and not by GatheredParameters
         self.live = self.peak = self.live_bytes = self.peak_bytes = self.number = 0
 
+    def elements(self, nbytes: int) -> int:
+        """Return how many elements of weights take at most these bytes."""
+        return nbytes // max(self._nbytes[unit] // size for unit, size in self.sizes.items())
+
     def of(self, parameters: Iterable[nn.Parameter]) -> tuple[int, ...]:
         """Return the units that hold these parameters."""
         return tuple(dict.fromkeys(self._unit_of[p] for p in parameters if p in self._unit_of))

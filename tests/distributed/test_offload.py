@@ -35,6 +35,7 @@ import parallel3d
 from parallel3d import DeepSpeedEngine as Engine
 from parallel3d.deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from parallel3d.errors import ConfigError, ExecutionError, OffloadError, Parallel3DError
+from parallel3d.zero.memory import MOMENTS
 
 
 def compare_late(case: Case, directory: Path) -> list[str]:
@@ -248,12 +249,16 @@ def refusals(directory: Path) -> list[str]:
             engine_of(Case(dp=2, optimizer=optimizer, config=config), zero)
         except (ConfigError, OffloadError) as error:
             errors.append(f"{type(error).__name__}: {error}")
-    return errors
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(MOMENTS, "AdamW")
+        with pytest.raises(OffloadError) as unknown:
+            engine_of(Case(dp=2), on_disk(directory / "0"))
+    return [*errors, str(unknown.value)]
 
 
 def test_what_cannot_be_offloaded_is_an_error_on_all_ranks(run_ranks, tmp_path: Path):
     (tmp_path / "0").mkdir()
-    for whole, device, no_path, short, missing in run_ranks(2, refusals, tmp_path):
+    for whole, device, no_path, short, missing, unknown in run_ranks(2, refusals, tmp_path):
         assert "Adafactor works on whole tensors" in whole
         assert "offload_optimizer.device" in device
         assert "'gpu'" in device
@@ -264,6 +269,7 @@ def test_what_cannot_be_offloaded_is_an_error_on_all_ranks(run_ranks, tmp_path: 
         assert "offload.host_memory_gib leaves 0.000 GiB" in short
         assert missing.startswith("OffloadError: a scratch file of")
         assert str(tmp_path / "1") in missing
+        assert "how much state AdamW keeps for an element isn't known" in unknown
     assert list((tmp_path / "0").iterdir()) == []
 
 

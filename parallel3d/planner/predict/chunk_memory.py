@@ -26,12 +26,20 @@ class ChunkMemory:
 
     held: ChunkBytes
     kept_input: int
-    _peaks: Callable[[], Mapping[Op, int]]
+    _runs: Callable[[], Mapping[Op, Sequence[int]]]
+
+    @cached_property
+    def runs(self) -> Mapping[Op, Sequence[int]]:
+        """The most that each run of a layer in an instruction adds to what was held before it, by the operation.
+
+        Runs of layers that are recomputed together count as one each time. The loss is part of the last layer's run.
+        """
+        return self._runs()
 
     @cached_property
     def within(self) -> Mapping[Op, int]:
         """The most that an instruction adds while it runs to what was held before, by its operation."""
-        return self._peaks()
+        return {op: max(own, default=0) for op, own in self.runs.items()}
 
 
 def chunk_memory(
@@ -67,13 +75,16 @@ def chunk_memory(
         deferred=walk.deferred if splits else 0,
     )
 
-    def peaks() -> Mapping[Op, int]:
-        backward = walk.backward() - (held.saved + held.received + held.loaded + held.output_gradient)
-        weight = {Op.BACKWARD_WEIGHT: walk.weight()} if splits else {}
-        return {Op.FORWARD: walk.forward(given), Op.BACKWARD: backward, Op.BACKWARD_INPUT: backward, **weight}
+    def runs() -> Mapping[Op, Sequence[int]]:
+        before = held.saved + held.received + held.loaded + held.output_gradient
+        forward, backward = walk.forward(given), [most - before for most in walk.backward()]
+        if has_loss:
+            forward[-2:], backward[:2] = [max(forward[-2:])], [max(backward[:2])]
+        weight = {Op.BACKWARD_WEIGHT: [walk.weight()]} if splits else {}
+        return {Op.FORWARD: forward, Op.BACKWARD: backward, Op.BACKWARD_INPUT: backward, **weight}
 
     kept = [nbytes for tensor, (nbytes, _) in zip(entering, inputs, strict=True) if tensor in walk.deferred_tensors]
-    return ChunkMemory(held, sum(kept) if source == "local" else 0, peaks)
+    return ChunkMemory(held, sum(kept) if source == "local" else 0, runs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,21 +210,23 @@ class _Walk:
         self.deferred = _bytes(self.deferred_tensors) + _gradient_bytes(gradients)
         self.deferred += sum(step.held.deferred.own for step in self._steps)
 
-    def forward(self, given: Iterable[_Tensor]) -> int:
-        """Return the peak of the forward, beyond what was given to it."""
+    def forward(self, given: Iterable[_Tensor]) -> list[int]:
+        """Return the peak of each step of the forward, beyond what was given to it."""
         outside = set(given)
-        kept, own, most = set[_Tensor](), 0, 0
+        kept, own = set[_Tensor](), 0
+        peaks = []
         for region in self._regions:
             for step in region.steps:
                 around = (kept | set(step.inputs)) - outside
-                most = max(most, own + _bytes(around) + step.held.forward_peak)
+                peaks.append(own + _bytes(around) + step.held.forward_peak)
             own += region.own
             kept |= set(region.kept)
-        return most
+        return peaks
 
-    def backward(self) -> int:
-        """Return the peak of the backward."""
-        most, own = 0, sum(region.own for region in self._regions)
+    def backward(self) -> list[int]:
+        """Return the peak of each step of the backward; those of a recomputed region have that of the region."""
+        peaks: list[int] = []
+        own = sum(region.own for region in self._regions)
         deferred, gradients = set[_Tensor](), set[_Tensor]()
         for r, region in reversed(list(enumerate(self._regions))):
             own -= region.own
@@ -223,12 +236,12 @@ class _Walk:
                 waiting |= self._outputs
             shared = sum(nbytes for first, last, nbytes in self._shared if first <= r < last)
             around = own + _bytes(tensors) + _gradient_bytes(waiting) + shared
-            most = max(most, around + self._inside(region, r))
+            peaks += [around + self._inside(region, r)] * (2 * len(region.steps) - 1)
             for step in region.steps:
                 deferred |= step.deferred
                 gradients |= step.deferred_gradients
                 own += step.held.deferred.own
-        return most
+        return peaks
 
     def _inside(self, region: _Region, number: int) -> int:
         """Return the peak of a region's own bytes in its backward, the gradients of its outputs included."""
@@ -243,7 +256,7 @@ class _Walk:
         again = _Walk([_Region.of([step], False) for step in region.steps])
         inputs = _bytes(tensor for tensor in region.steps[0].inputs if tensor in again.first)
         gradients = _gradient_bytes(region.steps[-1].leaving)
-        return max(again.forward(region.steps[0].inputs) + gradients, again.backward() - inputs)
+        return max(max(again.forward(region.steps[0].inputs)) + gradients, max(again.backward()) - inputs)
 
     def weight(self) -> int:
         """Return the peak of BACKWARD_WEIGHT beyond what is deferred: the last layers come first, and free theirs."""
@@ -264,6 +277,8 @@ class ActivationPeak(NamedTuple):
     held: int
 
 
+_Bytes = np.ndarray[tuple[int], np.dtype[np.int64]]
+_WITH_WEIGHTS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT)  # computes that need their layers' weights
 _Kind = tuple[Op, int, bool]  # operation, chunk, whether it hands over an output: see _prepare
 
 
@@ -285,15 +300,26 @@ class MemoryReplay:
 
     def peak(self, stage: int, chunks: Mapping[int, ChunkMemory]) -> ActivationPeak:
         """Return the peak of a stage. chunks: bytes of one micro-batch on each of the stage's chunks."""
-        kinds, order = self._prepared(stage)
-        changes, own = np.array([_bytes_of(kind, chunks) for kind in kinds], dtype=np.int64)[order].T
-        after = np.cumsum(changes)
-        before = after - changes
+        before, after, own = self._held(stage, chunks)
         # What arrives without an instruction's own need, such as a message's buffer, is there between instructions.
         around = np.maximum(before, after)
         within = np.maximum(before + own, around)
         most = int(within.argmax())
         return ActivationPeak(int(within[most]), int(around[most]))
+
+    def runs(self, stage: int, chunks: Mapping[int, ChunkMemory]) -> list[int]:
+        """Return the peak bytes in each run of a layer in a stage's forwards and backwards. chunks: see `peak`."""
+        kinds, order = self._prepared(stage)
+        every = zip(order.tolist(), self._held(stage, chunks)[0].tolist(), strict=True)
+        computes = ((kinds[k], before) for k, before in every if kinds[k][0] in _WITH_WEIGHTS)
+        return [before + most for (op, chunk, _), before in computes for most in chunks[chunk].runs[op]]
+
+    def _held(self, stage: int, chunks: Mapping[int, ChunkMemory]) -> tuple[_Bytes, _Bytes, _Bytes]:
+        """Return the bytes held before and after each instruction of a stage, and the most that it adds while it runs."""
+        kinds, order = self._prepared(stage)
+        changes, own = np.array([_bytes_of(kind, chunks) for kind in kinds], dtype=np.int64)[order].T
+        after = np.cumsum(changes)
+        return after - changes, after, own
 
 
 def _prepare(instructions: Sequence[Instruction]) -> tuple[list[_Kind], np.ndarray[tuple[int], np.dtype[np.int64]]]:

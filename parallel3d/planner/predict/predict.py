@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import chain
 from typing import Literal, TypeVar
 
@@ -140,9 +140,12 @@ class Predictor:
 
     def _predict(self, split: SplitLayout, compute: Program | None, limits: LiveLimits | None = None) -> StepPrediction:
         layout = split.layout
-        lifetimes = None if split.sharded is None or limits is None else split.sharded.lifetimes(limits)
+        sharded = None
+        if split.sharded is not None and limits is not None:
+            freed = partial(self._freed, split)
+            sharded = split.sharded.lifetimes(limits), lambda program: split.sharded.in_elements(freed(program))
         simulation = self._programs.simulation(
-            layout, split.buckets, split.policy, timed_micro_batches(layout), compute=compute, lifetimes=lifetimes
+            layout, split.buckets, split.policy, timed_micro_batches(layout), compute=compute, sharded=sharded
         )
         cost, makespan = self._timed(split, simulation)
         optimizer = self.calibration.factors["optimizer"].value * split.optimizer_seconds()
@@ -264,10 +267,24 @@ class Predictor:
         gathered = [0] * layout.stages
         if split.sharded is not None:
             sizes = [{unit: size.nbytes for unit, size in own.items()} for own in split.sharded.sizes]
-            gathered = list(map(peak_live, program.instructions, sizes))
+            freed = self._freed(split, program) or [[]] * layout.stages
+            gathered = list(map(peak_live, program.instructions, sizes, freed))
         stages = enumerate(zip(map(self.capacity, split.links.devices), gathered, strict=True))
         found = (model.stage(replay, split.bounds, layout, k, *room, samples, live) for k, (room, live) in stages)
         return tuple(map(self.calibration.correct_memory, found))
+
+    def _freed(self, split: SplitLayout, program: Program) -> list[list[int]]:
+        """Return the bytes that activations leave in each run of each stage below their peak, if weights fill them."""
+        offload, layout = split.policy.weight_offload, split.layout
+        if offload is None or not offload.fills or self.profile(layout.units).device != "cuda":
+            return []
+        replay, model = MemoryReplay.of(program), self.memory_model(layout.units)
+        found = []
+        for stage in range(layout.stages):
+            chunks = model.chunks(replay, split.bounds, layout, stage)
+            most = replay.peak(stage, chunks).within
+            found.append([most - nbytes for nbytes in replay.runs(stage, chunks)])
+        return found
 
     def capacity(self, devices: Sequence[Device]) -> tuple[int, int]:
         """Return the bytes of the smallest of some devices, and of the memory of its host that each rank may take."""

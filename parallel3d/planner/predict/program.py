@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -86,19 +86,23 @@ class Programs:
         num_micro_batches: int,
         roughly: bool = False,
         compute: Program | None = None,
-        lifetimes: Lifetimes | None = None,
+        sharded: tuple[Lifetimes, Callable[[Program], Sequence[Sequence[int]]]] | None = None,
     ) -> Simulation:
         """Return a simulation of what the executor runs.
 
-        compute: the schedule, if it isn't a named one; lifetimes: of sharded weights.
+        compute: the schedule, if it isn't a named one; sharded: lifetimes of weights, and what is freed in a program (see
+        Lifetimes.add_to).
         """
         owners, partitioned = tuple(owners for owners, _ in buckets.replicas), policy.stage > 0 and layout.replicas > 1
         added = tuple(map(len, buckets.of_chunk)), owners, partitioned, policy.reduce_per_micro_batch
         schedule = _schedule(layout, num_micro_batches, roughly)
-        if compute is None and lifetimes is None:
+        if compute is None and sharded is None:
             return self._simulation(schedule, added)
         program = self._whole(schedule, added) if compute is None else add_collectives(lower(compute), *added)
-        return Simulation(program) if lifetimes is None else Simulation(lifetimes.add_to(program), lifetimes.uses)
+        if sharded is None:
+            return Simulation(program)
+        lifetimes, freed = sharded
+        return Simulation(lifetimes.add_to(program, freed(program)), lifetimes.uses)
 
     def replay(self, layout: Layout, num_micro_batches: int) -> MemoryReplay:
         """Return the replay of a rough program (see `_schedule`), without collectives, which hold nothing.

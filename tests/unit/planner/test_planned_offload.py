@@ -12,6 +12,7 @@ from test_search import of_blocks, small_model, traced
 from parallel3d.config.layout import parse_layout
 from parallel3d.planner.cluster.file import load_cluster
 from parallel3d.planner.predict.costs import StepPrediction
+from parallel3d.planner.predict.sharded import ONE_WAY
 from parallel3d.planner.search.plan import Planner, Question
 from parallel3d.planner.search.search import BranchAndBound, evaluate
 from parallel3d.schedule.instructions import Op
@@ -71,7 +72,9 @@ def test_an_update_takes_as_long_as_its_slowest_transfer(way: str) -> None:
     assert memory.disk == pytest.approx(disk, rel=1e-2)
 
 
-@pytest.mark.parametrize(("gpus", "place", "rate"), [(1, CPU, 10e6), (4, CPU, 10e6), (1, NVME, 3e6)])
+@pytest.mark.parametrize(
+    ("gpus", "place", "rate"), [(1, CPU, ONE_WAY * 10e6), (4, CPU, ONE_WAY * 10e6), (1, NVME, 3e6)]
+)
 def test_a_gather_copies_the_shard_to_the_device_first(gpus: int, place: dict[str, Any], rate: float) -> None:
     words = f"dp{gpus},zero3,1f1b,m1,mb1"
     # With room for all weights, each layer's are gathered once, one after the other.
@@ -84,6 +87,20 @@ def test_a_gather_copies_the_shard_to_the_device_first(gpus: int, place: dict[st
     sizes = {0: TABLE, **dict.fromkeys(range(1, LAYERS + 1), BLOCK), LAYERS + 2: TABLE}
     assert offloaded == pytest.approx({u: between[u] + 2 * n / gpus / rate for u, n in sizes.items()}, rel=1e-3)
     assert found[0].makespan == pytest.approx(2 * SHARDED / gpus / rate, rel=0.02)
+
+
+def test_memory_that_activations_leave_is_filled_with_weights_at_the_same_peak() -> None:
+    words, live = "pp1,zero3,1f1b,m4,mb16", 3 * BLOCK
+    zero = {"stage3_max_live_parameters": live}
+    off, on = (
+        predicted(words, zero | {"offload_param": {**CPU, "fill_freed_memory": fills}}, batch=64)
+        for fills in (False, True)
+    )
+    gathers = [sum(i.op is Op.GATHER_PARAMS for i in step.program.instructions[0]) for step in (off, on)]
+    assert gathers[1] < 0.7 * gathers[0]
+    assert on.makespan < 0.7 * off.makespan
+    assert on.memory[0].parts["gathered"] <= 2 * live
+    assert on.memory[0].allocated <= off.memory[0].allocated - off.memory[0].parts["gathered"] + 2 * live
 
 
 def test_as_many_shards_are_in_host_memory_as_max_in_cpu_says() -> None:

@@ -128,8 +128,8 @@ def cost_of(uses: list[ChunkUses], run: dict[Op, int], gather: dict[int, int]) -
     cases(), st.lists(st.integers(1, 4), min_size=4, max_size=4), st.lists(st.integers(0, 9), min_size=6, max_size=6)
 )
 def test_times_equal_a_simulation_step_by_step(case, run_ticks: list[int], gather_ticks: list[int]):
-    program, uses, sizes, limits = case
-    with_lifetimes = Lifetimes(uses, sizes, limits).add_to(program)
+    program, uses, sizes, limits, freed = case
+    with_lifetimes = Lifetimes(uses, sizes, limits).add_to(program, freed)
     run, gather = dict(zip(COMPUTE_OPS, run_ticks, strict=True)), dict(enumerate(gather_ticks))
     expected = step_by_step(with_lifetimes, uses, run, gather)
     timeline = simulate(with_lifetimes, cost_of(uses, run, gather), uses)
@@ -145,9 +145,9 @@ def test_times_equal_a_simulation_step_by_step(case, run_ticks: list[int], gathe
 
 @given(cases())
 def test_free_gathers_change_no_time_and_programs_with_lifetimes_are_valid(case):
-    program, uses, sizes, limits = case
+    program, uses, sizes, limits, freed = case
     lowered = add_collectives(lower(program), [2] * program.num_chunks)
-    with_lifetimes = Lifetimes(uses, sizes, limits).add_to(lowered)
+    with_lifetimes = Lifetimes(uses, sizes, limits).add_to(lowered, freed)
     validate(with_lifetimes)
     before = {(s.rank, s.instruction): (s.start, s.end) for s in simulate(lowered).spans}
     for given_uses in (uses, ()):
@@ -158,7 +158,7 @@ def test_free_gathers_change_no_time_and_programs_with_lifetimes_are_valid(case)
 
 @given(cases())
 def test_a_program_without_lifetimes_keeps_its_graph(case):
-    program, uses, _, _ = case
+    program, uses, *_ = case
     lowered = add_collectives(lower(program), [2] * program.num_chunks)
     graph, before = WaitGraph(lowered), WaitGraph(lowered)
     boundaries = Boundaries(graph, lowered, uses)

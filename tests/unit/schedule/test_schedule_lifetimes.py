@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from collections.abc import Sequence
+from itertools import chain, zip_longest
 
 import pytest
 from hypothesis import given
@@ -25,14 +26,18 @@ def runs_of(program: Program, uses: list[ChunkUses], rank: int) -> list[Use]:
     return list(chain(*(uses[i.chunk].of(i.op) for i in computes)))
 
 
-def belady(runs: list[Use], sizes: dict[int, int], room: int) -> int:
+def room_in(run: int, room: int, freed: Sequence[int]) -> int:
+    return room + (freed[min(run, len(freed) - 1)] if freed else 0)
+
+
+def belady(runs: list[Use], sizes: dict[int, int], room: int, freed: Sequence[int]) -> int:
     """The number of gathers if, for lack of room, the unit whose next use is farthest is always released."""
     held: set[int] = set()
     gathers = 0
     for k, use in enumerate(runs):
         gathers += len(set(use) - held)
         held |= set(use)
-        while sum(sizes[u] for u in held) > room:
+        while sum(sizes[u] for u in held) > room_in(k, room, freed):
             later = {u: next((t for t in range(k + 1, len(runs)) if u in runs[t]), 10**9) for u in held - set(use)}
             held.remove(max(later, key=lambda u: (later[u], sizes[u], u)))
     return gathers
@@ -64,7 +69,7 @@ def test_gathers_are_those_of_the_designs_table(program: Program, uses: list[Chu
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Program, list[ChunkUses], dict[int, int], LiveLimits]:
+def cases(draw: st.DrawFn) -> tuple[Program, list[ChunkUses], dict[int, int], LiveLimits, list[list[int]]]:
     schedule, stages, chunks = draw(
         st.sampled_from([("1f1b", 2, 1), ("gpipe", 1, 3), ("interleaved", 2, 2), ("zb-h1", 2, 1), ("zbv", 2, 2)])
     )
@@ -78,10 +83,17 @@ def cases(draw: st.DrawFn) -> tuple[Program, list[ChunkUses], dict[int, int], Li
     limits = LiveLimits(
         draw(st.integers(least, least + 20)), draw(st.integers(0, 20)), draw(st.sampled_from([0, 5, 1 << 60]))
     )
-    return program, uses, sizes, limits
+    freed = st.lists(st.integers(0, 20), max_size=30)
+    return program, uses, sizes, limits, [draw(freed) for _ in range(draw(st.integers(0, stages)))]
 
 
-def replay(instructions: tuple[Instruction, ...], uses: list[ChunkUses], sizes: dict[int, int], most: int) -> None:
+def replay(
+    instructions: tuple[Instruction, ...],
+    uses: list[ChunkUses],
+    sizes: dict[int, int],
+    most: int,
+    freed: Sequence[int] = (),
+) -> None:
     """Carry out a rank's list as an executor does: each unit is there when it is used, within the limit, and none is left."""
     live: set[int] = set()
     waiting: list[Instruction] = []
@@ -93,7 +105,6 @@ def replay(instructions: tuple[Instruction, ...], uses: list[ChunkUses], sizes: 
             if i.op is Op.GATHER_PARAMS:
                 assert i.bucket not in live
                 live.add(i.bucket)
-                assert sum(sizes[u] for u in live) <= most
             else:
                 live.remove(i.bucket)
 
@@ -104,6 +115,7 @@ def replay(instructions: tuple[Instruction, ...], uses: list[ChunkUses], sizes: 
             for use in uses[i.chunk].of(i.op):
                 carry_out(run)
                 assert live.issuperset(use)
+                assert sum(sizes[u] for u in live) <= room_in(run, most, freed)
                 run += 1
             carry_out(run)
             assert not waiting
@@ -113,34 +125,35 @@ def replay(instructions: tuple[Instruction, ...], uses: list[ChunkUses], sizes: 
 
 @given(cases())
 def test_each_unit_is_there_when_it_is_used_within_the_limits(case):
-    program, uses, sizes, limits = case
-    with_lifetimes = Lifetimes(uses, sizes, limits).add_to(program)
-    for rank, instructions in enumerate(with_lifetimes.instructions):
-        replay(instructions, uses, sizes, limits.live)
+    program, uses, sizes, limits, freed = case
+    with_lifetimes = Lifetimes(uses, sizes, limits).add_to(program, freed)
+    for rank, (instructions, more) in enumerate(zip_longest(with_lifetimes.instructions, freed, fillvalue=())):
+        replay(instructions, uses, sizes, limits.live, more)
         assert tuple(i for i in instructions if i.run is None) == program.instructions[rank]
         assert len(set(instructions)) == len(instructions)
 
 
 @given(cases())
 def test_gathers_are_as_few_as_beladys_rule_needs_in_the_room(case):
-    program, uses, sizes, limits = case
+    program, uses, sizes, limits, freed = case
     limits = LiveLimits(limits.live, limits.ahead)
-    with_lifetimes = Lifetimes(uses, sizes, limits).add_to(program)
-    for rank in range(program.num_ranks):
+    with_lifetimes = Lifetimes(uses, sizes, limits).add_to(program, freed)
+    for rank, (_, more) in enumerate(zip_longest(with_lifetimes.instructions, freed, fillvalue=())):
         runs = runs_of(program, uses, rank)
         room = limits.live - limits.fit(sizes, runs).ahead
-        assert gathers_of(with_lifetimes, rank) == belady(runs, sizes, room)
+        assert gathers_of(with_lifetimes, rank) == belady(runs, sizes, room, more)
 
 
 @given(cases())
 def test_peak_is_what_an_executor_holds_at_most(case):
-    program, uses, sizes, limits = case
-    for instructions in Lifetimes(uses, sizes, limits).add_to(program).instructions:
-        peak = peak_live(instructions, sizes)
-        replay(instructions, uses, sizes, peak)  # fits
+    program, uses, sizes, limits, freed = case
+    with_lifetimes = Lifetimes(uses, sizes, limits).add_to(program, freed)
+    for instructions, more in zip_longest(with_lifetimes.instructions, freed, fillvalue=()):
+        peak = peak_live(instructions, sizes, more)
+        replay(instructions, uses, sizes, peak, more)  # fits
         if peak:
             with pytest.raises(AssertionError):
-                replay(instructions, uses, sizes, peak - 1)
+                replay(instructions, uses, sizes, peak - 1, more)
 
 
 def test_a_gather_ahead_runs_while_the_layer_before_it_does():
@@ -151,6 +164,21 @@ def test_a_gather_ahead_runs_while_the_layer_before_it_does():
         *("AG0@0#0.0", "AG0@0#1.0", "RL0@0#0.1", "AG0@0#2.1", "RL0@0#1.2", "AG0@0#1.2", "F0@0"),
         *("RL0@0#2.4", "AG0@0#0.4", "RL0@0#1.5", "RL0@0#0.6", "B0@0"),
     ]
+
+
+def test_weights_stay_while_the_activations_have_left_room_for_them():
+    # Eight layers of 2, whose activations take 3 each; two of them are live where all activations are there.
+    program = build("1f1b", 1, 8, 1, "loop", None)
+    held = [*range(8), *reversed(range(8))] * 8
+    freed = [[3 * (7 - layers) for layers in held]]
+    lifetimes = Lifetimes([layers(0, 8)], dict.fromkeys(range(8), 2), LiveLimits(live=4, ahead=2))
+    assert gathers_of(lifetimes.add_to(program), 0) == 8 + 15 * 7
+    filled = lifetimes.add_to(program, freed)
+    # The first forward gathers all, and each backward all but the last layer: the forward had to release them.
+    assert gathers_of(filled, 0) == 8 + 8 * 7
+    [instructions] = filled.instructions
+    assert peak_live(instructions, dict.fromkeys(range(8), 2)) == 16
+    assert peak_live(instructions, dict.fromkeys(range(8), 2), freed[0]) == 4
 
 
 def test_a_far_next_use_releases_at_once():
