@@ -68,19 +68,29 @@ class Checkpointer:
             return function(*args, **kwargs)
         leaves, tree = tree_flatten((args, kwargs))
         num_leaves, ran = len(leaves), False
+        failed: list[Exception] = []
 
         def region(*leaves: Any) -> Any:
             nonlocal ran
             recomputing, ran = ran, True
             positional, named = tree_unflatten(leaves[:num_leaves], tree)
             with self._boundary(recomputing):
-                return function(*positional, **named)
+                try:
+                    return function(*positional, **named)
+                except Exception as error:
+                    if recomputing or torch.compiler.is_compiling():
+                        raise
+                    # Not through checkpoint: that of PyTorch 2.11 would keep its hooks on all tensors saved from then on.
+                    failed.append(error)
 
         if torch.cuda.is_initialized() and not torch.compiler.is_compiling():
             # torch restores the random state of the GPUs that arguments lie on: the current one's always.
             leaves.append(torch.empty(0, device="cuda"))
         with self._offload.region(leaves) if self._offload is not None else nullcontext():
-            return torch.utils.checkpoint.checkpoint(region, *leaves, use_reentrant=False)
+            output = torch.utils.checkpoint.checkpoint(region, *leaves, use_reentrant=False)
+        if failed:
+            raise failed.pop()
+        return output
 
     @contextmanager
     def _boundary(self, recomputing: bool) -> Iterator[None]:
