@@ -4,7 +4,6 @@ The names below are for scripts, as in `deepspeed.comm`: functions about the wor
 groups.
 """
 
-import logging
 from typing import Any
 
 import torch.distributed
@@ -44,6 +43,7 @@ from parallel3d.comm.environment import (
     is_initialized,
     local_device,
 )
+from parallel3d.comm.log import LOG
 
 inference_all_reduce = all_reduce  # DeepSpeed has an implementation of its own, on the CPU
 
@@ -67,8 +67,14 @@ def all_gather_into_tensor(
 
 
 def log_summary(show_straggler: bool = False) -> None:
-    """Tell on the first rank where the times of communication are to be had: no collective is logged here."""
+    """Print on the first rank the table of its collectives that `comms_logger` has logged.
+
+    Bytes are those of the tensor of all ranks; messages between stages, and the package's own kernels, are not in it.
+    show_straggler: also the time for which the first rank waited for later ones: its latency of each call, less the least
+    of all ranks. Collective if given: every rank calls it.
+    """
+    everyone: list[Any] = [None] * get_world_size() if show_straggler else []
+    if show_straggler:
+        all_gather_object(everyone, LOG.seconds)
     if get_rank() == 0:
-        logging.getLogger("parallel3d").warning(
-            "collectives are not logged; engine.reports.time_breakdown() has the times of a recorded step's communication"
-        )
+        print(LOG.summary(everyone) if LOG.settings.enabled else "no collectives: set comms_logger.enabled to true")

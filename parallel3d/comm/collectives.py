@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel3d.activity import Activity, Waiting
+from parallel3d.comm.log import LOG
 from parallel3d.comm.values import dump, load
 
 # Reason for graph breaks of torch.compile at collectives that autograd follows.
@@ -201,7 +202,14 @@ def _start(kind: str, whole: Tensor, group: Group, start: Callable[..., Any]) ->
         return group.note(kind, whole.nbytes)
     if group.handle is None:
         return DONE
-    return Awaited(start(group=group.handle, async_op=True), group.waiting(_NAMES[kind]))
+
+    def started() -> Work:
+        return Awaited(start(group=group.handle, async_op=True), group.waiting(_NAMES[kind]))
+
+    if LOG.takes(kind):
+        LOG.run((kind, whole.nbytes, group.size), whole.device, lambda: started().wait())
+        return DONE
+    return started()
 
 
 def all_reduce(tensor: Tensor, group: Group) -> Work:
@@ -236,8 +244,12 @@ def all_gather_into(whole: Tensor, shard: Tensor, group: Group) -> Work:
 def broadcast(tensor: Tensor, source: int, group: Group) -> None:
     """Copy `tensor` from global rank `source` to the group, in place."""
     if group.handle is not None:
+        start = partial(dist.broadcast, tensor, source, group=group.handle)
         with group.waiting("a broadcast"):
-            dist.broadcast(tensor, source, group=group.handle)
+            if LOG.takes("broadcast"):
+                LOG.run(("broadcast", tensor.nbytes, group.size), tensor.device, start)
+            else:
+                start()
 
 
 def all_gather_integers(values: list[int], group: Group) -> list[list[int]]:

@@ -1,12 +1,12 @@
-"""The sections of monitors, to which values of each step are written, and of the FLOPs profiler."""
+"""The sections of monitors, to which values of each step are written, of the FLOPs profiler and of the log of collectives."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import SecretStr
+from pydantic import BeforeValidator, SecretStr
 
-from parallel3d.config.section import NonEmpty, NonNegative, Positive, Section, key, keys_of
+from parallel3d.config.section import NonEmpty, NonNegative, Positive, Section, key, keys_of, read_only
 
 _FOLDER = 'a folder, or "" for the working directory'
 
@@ -63,3 +63,16 @@ class FlopsProfilerConfig(Section):
     top_modules: Positive = key(1, "a whole number >= 1 of modules of each level")
     detailed: bool = True
     output_file: str | None = key(None, "a path, or null to print the counts")
+
+
+class CommsLoggerConfig(Section):
+    """A log of the collectives of each process, see comm.log_summary."""
+
+    known_keys = keys_of("comms_logger")
+
+    enabled: bool = False
+    verbose: bool = key(False, "true or false, whether a line is logged for each collective")
+    prof_all: bool = key(True, "true or false, whether all kinds are logged, or those of prof_ops")
+    prof_ops: Annotated[tuple[str, ...], BeforeValidator(read_only)] = key(
+        (), "a list of kinds: all_reduce, reduce_scatter, all_gather, broadcast"
+    )

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from parallel3d.config.monitors import (
     CometConfig,
+    CommsLoggerConfig,
     CsvMonitorConfig,
     FlopsProfilerConfig,
     TensorboardConfig,
@@ -366,6 +367,7 @@ class Config(Section):
     wandb: WandbConfig = WandbConfig()
     comet: CometConfig = CometConfig()
     flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
+    comms_logger: CommsLoggerConfig = CommsLoggerConfig()
     wall_clock_breakdown: bool = False
     memory_breakdown: bool = False
     dump_state: bool = False

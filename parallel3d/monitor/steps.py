@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from parallel3d.comm.clock import Clock, clock_of
 from parallel3d.comm.collectives import Awaited, Group, Work, all_gather_integers, all_gather_object
 from parallel3d.comm.groups import ProcessGroups
+from parallel3d.comm.log import LOG
 from parallel3d.config import Config
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.memory import memory_in_use, phase_table
@@ -140,6 +141,7 @@ class StepMonitor:
     """
 
     def __init__(self, config: Config, groups: ProcessGroups, device: torch.device):
+        LOG.begin(config.comms_logger)
         self._every = config.steps_per_print
         self._times, self._memory = config.wall_clock_breakdown, config.memory_breakdown
         self._groups, self._device = groups, device
