@@ -77,4 +77,4 @@ def log_summary(show_straggler: bool = False) -> None:
     if show_straggler:
         all_gather_object(everyone, LOG.seconds)
     if get_rank() == 0:
-        print(LOG.summary(everyone) if LOG.settings.enabled else "no collectives: set comms_logger.enabled to true")
+        print(LOG.summary(everyone) if LOG.settings else "no collectives: set comms_logger.enabled to true")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from parallel3d.config import CommsLoggerConfig
+if TYPE_CHECKING:
+    from parallel3d.config.monitors import CommsLoggerConfig
 
 _ROW = "{:<16}{:>16}{:>8}{:>18}{:>16}{:>16}{:>18}{:>16}"
 _HEAD = ("collective", "bytes", "count", "total latency ms", "average ms", "Gbps", "bus Gbps", "straggler ms")
@@ -20,13 +21,13 @@ Call = tuple[str, int, int]  # kind, bytes of all ranks' tensor, number of ranks
 
 
 class CollectivesLog:
-    """Times this process's collectives. seconds: those of each call.
+    """Times this process's collectives. settings: None if it is off. seconds: those of each call.
 
     As in DeepSpeed, each is timed alone: the process waits for the device before and after it, so nothing overlaps.
     """
 
     def __init__(self) -> None:
-        self.settings = CommsLoggerConfig()
+        self.settings: CommsLoggerConfig | None = None
         self.seconds: dict[Call, list[float]] = {}
 
     def begin(self, settings: CommsLoggerConfig) -> None:
@@ -37,7 +38,7 @@ class CollectivesLog:
     def takes(self, kind: str) -> bool:
         """Return whether collectives of this kind, such as all_reduce, are logged. prof_ops may have torch's longer names."""
         settings = self.settings
-        return settings.enabled and (settings.prof_all or any(name.startswith(kind) for name in settings.prof_ops))
+        return settings is not None and (settings.prof_all or any(name.startswith(kind) for name in settings.prof_ops))
 
     def run(self, call: Call, device: torch.device, collective: Callable[[], Any]) -> None:
         """Run a collective, which waits, and log it."""
@@ -46,7 +47,7 @@ class CollectivesLog:
         collective()
         _synchronize(device)
         self.seconds.setdefault(call, []).append(time.perf_counter() - begin)
-        if self.settings.verbose:
+        if self.settings is not None and self.settings.verbose:
             logging.getLogger("parallel3d").info("%s", _row(call, self.seconds[call][-1:], None))
 
     def summary(self, everyone: Sequence[dict[Call, list[float]]] = ()) -> str:

@@ -13,7 +13,6 @@ from torch import nn
 import parallel3d
 from parallel3d.comm import log_summary
 from parallel3d.comm.log import LOG
-from parallel3d.config import CommsLoggerConfig
 
 
 class Made(Collectives):
@@ -45,7 +44,7 @@ def log_of(settings: dict[str, Any]) -> tuple[dict[Any, int], dict[Any, int], st
         with redirect_stdout(printed):
             log_summary(show_straggler=True)
     finally:
-        LOG.settings = CommsLoggerConfig()
+        LOG.settings = None
         LOG.seconds.clear()
     return logged, counts, printed.getvalue()
 
