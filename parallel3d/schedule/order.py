@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from graphlib import CycleError, TopologicalSorter
 from itertools import product
 from typing import Any
