@@ -24,14 +24,19 @@ class WritingEngine(Engine):
     @cached_property
     def monitor(self) -> MonitorMaster:
         """The configuration's monitors: `monitor.write_events([(name, value, samples)])` writes values of the script's own."""
-        return MonitorMaster(self.config, self.process_groups.rank == 0)
+        monitor = MonitorMaster(self.config, self.process_groups.rank == 0)
+        monitor.describe(layout=self.reports.layout().text)
+        return monitor
 
     def _finish_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss = super()._finish_step(*args, **kwargs)
         update = self.update
-        scale = {} if update.scaler is None else {"loss_scale": update.loss_scale}
-        rate = update.optimizer.param_groups[0]["lr"]
-        self.monitor.write_step(self.progress.global_samples, train_loss=loss, lr=rate, **scale)
+        values: dict[str, Any] = {"train_loss": loss, "lr": update.optimizer.param_groups[0]["lr"]}
+        if update.scaler is not None:
+            values["loss_scale"] = update.loss_scale
+        if update.grad_norm is not None:
+            values["grad_norm"] = update.grad_norm
+        self.monitor.collect(self.progress.global_samples, {**values, **self.reports.monitor.values})
         return loss
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:

@@ -23,11 +23,13 @@ from torch import Tensor
 
 from parallel3d.autograd.recomputation import Checkpointer
 from parallel3d.comm.collectives import all_gather_object
-from parallel3d.config import BatchSizes, Config
+from parallel3d.config import Config
 from parallel3d.config.layout import Layout
 from parallel3d.engine.calls import StepProgress
+from parallel3d.engine.flops import ForwardFlops
 from parallel3d.engine.update import WeightUpdate
 from parallel3d.errors import ConfigError
+from parallel3d.logs import logger
 from parallel3d.monitor.memory import MemoryProfile, MemoryRecorder, memory_table
 from parallel3d.monitor.records import Breakdown
 from parallel3d.monitor.run_record import RankRecord, RunRecord, fingerprint, measure_times
@@ -67,6 +69,7 @@ class Reports:
         self._model, self._config, self._groups = model, config, model.groups
         self._checkpointer, self._update, self._data = checkpointer, update, data
         self._instructions: Sequence[Instruction] = ()  # of the last training batch
+        self._flops: ForwardFlops | None = None  # of the current step, if they are counted
         self._recorded_steps = 0  # number of steps that count towards run_record.after_steps
 
     def profile_next_batch(self, what: Profile = "time") -> None:
@@ -106,14 +109,12 @@ class Reports:
         """
         everyone = all_gather_object(self._memory_rows(), self._groups.control)
         if self._groups.rank == 0:
-            print(memory_table(everyone), flush=True)
+            logger.info("%s", memory_table(everyone))
             for what, file in self._update.disks().items():
                 read, written = (rate / 1e9 for rate in file.rates())
                 if read or written:
-                    print(
-                        f"rank 0 read {what} from its disk at {read:.2f} GB/s, and wrote at {written:.2f} GB/s",
-                        flush=True,
-                    )
+                    rates = f"at {read:.2f} GB/s, and wrote at {written:.2f} GB/s"
+                    logger.info("rank 0 read %s from its disk %s", what, rates)
         return everyone
 
     def write_run_record(self, directory: str | Path | None) -> RunRecord:
@@ -145,8 +146,12 @@ class Reports:
         """
         if batch.training:
             self._instructions = program.instructions[self._model.stage_id]
-        recorder = self.monitor.recorder_of(program, batch.micro_batches[:1]) if batch.training else None
+        recorder = self.monitor.recorder_of(program) if batch.training else None
         record, wait = (recorder.running, recorder.waiting) if recorder is not None else (no_record, no_record)
+        if batch.training:
+            for inputs, _ in batch.micro_batches:
+                self.monitor.count_tokens(inputs)
+            record = self.also(record)
         if not (batch.training and "memory" in self.monitor.profiles):
             yield record, wait
             return
@@ -155,6 +160,13 @@ class Reports:
             with memory.running():
                 yield nest(record, memory), wait
         self.memory = MemoryProfile(program, memory, MemoryRecorder(self._model.device))
+
+    def also(self, record: Recorder) -> Recorder:
+        """Nest what else this step records of its instructions."""
+        if self.monitor.counts_flops():
+            self._flops = ForwardFlops()
+            record = nest(record, self._flops)
+        return record
 
     def _passing(self, in_transit: Callable[[], int]) -> int:
         """Return the bytes that no instruction holds: of sent messages, and of weights gathered into CUDA's memory."""
@@ -170,20 +182,22 @@ class Reports:
         """Print what is due after a step and, if `records`, profile or write what run_record requests."""
         steps, update = progress.global_steps, self._update
 
-        def describe() -> str:
+        def describe() -> dict[str, str]:
             groups = update.optimizer.param_groups
             norm = "-" if update.grad_norm is None else f"{float(update.grad_norm):.4g}"
             rates = " ".join(f"{group['lr']:.4g}" for group in groups)
             moments = [str(g.get("betas", g.get("momentum"))) for g in groups if "betas" in g or "momentum" in g]
-            momentum = f", mom {' '.join(moments)}" if moments else ""
-            return f"loss {float(loss):.4f}, grad norm {norm}, lr {rates}{momentum}, skipped {update.skipped_steps}"
+            momentum = {"mom": " ".join(moments)} if moments else {}
+            parts = {"loss": f"{float(loss):.4f}", "grad norm": norm, "lr": rates}
+            return {**parts, **momentum, "skipped": str(update.skipped_steps)}
 
-        self.monitor.finish(steps, progress.global_samples, describe)
+        flops, self._flops = self._flops, None
+        self.monitor.finish(steps, progress.global_samples, describe, None if flops is None else flops.total)
         if self.monitor.prints(steps):
             if self._config.memory_breakdown:
                 self.memory_report()
             if self._config.activation_checkpointing.profile and self._groups.rank == 0:
-                print(f"activation checkpointing on rank 0: {self._checkpointer.times()}", flush=True)
+                logger.info("activation checkpointing on rank 0: %s", self._checkpointer.times())
         if records:
             self._record_run()
 
@@ -197,9 +211,10 @@ class Reports:
         if self._groups.rank == 0:
             buckets = {owners: numels for rank in everyone for owners, numels in rank.items()}
             console = Console()
-            (console if console.is_terminal else Console(width=160)).print(
-                self._state_tree(buckets, program), highlight=False
-            )
+            console = console if console.is_terminal else Console(width=160)
+            with console.capture() as shown:
+                console.print(self._state_tree(buckets, program), highlight=False)
+            logger.info("%s", shown.get().rstrip("\n"))
 
     def _state_tree(self, buckets: Mapping[tuple[int, ...], Sequence[int]], program: Program) -> Tree:
         """Return the tree that `dump_state` prints. buckets: owners -> the elements of each of their gradient buckets."""
@@ -290,7 +305,7 @@ class Reports:
 
     def _make_record(self) -> RunRecord:
         program, steps = self.monitor.records()
-        layout, model = self._run_layout(program, self._data.sizes), self._model
+        layout, model = self.layout(program.num_micro_batches), self._model
         infos = (*model.parameter_infos(), *model.frozen_infos())
         config = self._config.model_dump(mode="json")
         # A reader doesn't know the device's memory, by which "auto" was resolved.
@@ -319,8 +334,10 @@ class Reports:
             ranks=tuple(RankRecord(host=numbers[host], **rank) for rank, host in zip(ranks, hosts, strict=True)),
         )
 
-    def _run_layout(self, program: Program, sizes: BatchSizes) -> Layout:
-        groups, settings, schedule = self._groups, self._model.settings, self._config.pipeline.schedule
+    def layout(self, num_micro_batches: int | None = None) -> Layout:
+        """Return the layout that trains, by default with the configured number of micro-batches."""
+        sizes, groups, settings = self._data.sizes, self._groups, self._model.settings
+        schedule = self._config.pipeline.schedule
         return Layout(
             stages=settings.num_stages,
             tensor_ranks=groups.model.size,
@@ -328,7 +345,7 @@ class Reports:
             zero=self._update.policy.stage,
             sequence_parallel=settings.sequence_parallel,
             micro_batch=sizes.micro_batch_size,
-            micro_batches=program.num_micro_batches,
+            micro_batches=num_micro_batches or sizes.num_micro_batches,
             chunks=settings.num_chunks,
             recompute=settings.activation_checkpoint_interval,
             schedule=schedule if isinstance(schedule, str) else "written",
