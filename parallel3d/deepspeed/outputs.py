@@ -1,4 +1,4 @@
-"""Engine that writes what DeepSpeed's writes: to monitors, the FLOPs profile, and the script zero_to_fp32.py."""
+"""Engine that writes to monitors, profiles FLOPs, traces steps, and saves the script zero_to_fp32.py as DeepSpeed's does."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from parallel3d.deepspeed.profiling.flops_profiler import counting
 from parallel3d.deepspeed.utils.zero_to_fp32 import SCRIPT
 from parallel3d.engine.engine import Engine
 from parallel3d.engine.state import Location
+from parallel3d.errors import ConfigError
+from parallel3d.monitor.traces import StepTracer
 from parallel3d.monitor.writers import MonitorMaster
 
 
 class WritingEngine(Engine):
-    """The engine, with DeepSpeed's outputs."""
+    """The engine, with DeepSpeed's outputs and torch.profiler's."""
 
     @cached_property
     def monitor(self) -> MonitorMaster:
@@ -38,6 +40,22 @@ class WritingEngine(Engine):
             values["grad_norm"] = update.grad_norm
         self.monitor.collect(self.progress.global_samples, {**values, **self.reports.monitor.values})
         return loss
+
+    def profile(self, steps: int, directory: str | Path | None = None, memory: bool = False) -> None:
+        """Trace the next steps by torch.profiler, with the schedule's instructions by name: trace-RANK.json.gz in a directory.
+
+        - directory: by default that of `run_record`. `p3d trace DIRECTORY` makes one trace of all ranks'.
+        - memory: record allocations, too, and on CUDA write torch's snapshot memory-RANK.pickle.
+
+        Collective. Raises ConfigError without a directory, and for less than one step.
+        """
+        chosen = directory or self.config.run_record.directory
+        if chosen is None or steps < 1:
+            raise ConfigError(
+                f"engine.profile({steps}) is to write into {chosen}; give 1 step or more, and a directory, or set "
+                "run_record.directory"
+            )
+        self.reports.trace(StepTracer(steps, Path(chosen), memory, self.process_groups, self.pipeline_module.device))
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Do what Engine's does, and count its FLOPs in the step that `flops_profiler` names."""

@@ -6,8 +6,7 @@ import math
 import platform
 import socket
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import partial
@@ -15,18 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel
-from rich.console import Console
-from rich.markup import escape
-from rich.tree import Tree
 from torch import Tensor
+from torch.profiler import record_function
 
+from parallel3d.activity import Phase
 from parallel3d.autograd.recomputation import Checkpointer
 from parallel3d.comm.collectives import all_gather_object
 from parallel3d.config import Config
 from parallel3d.config.layout import Layout
 from parallel3d.engine.calls import StepProgress
 from parallel3d.engine.flops import ForwardFlops
+from parallel3d.engine.state_text import describe_state
 from parallel3d.engine.update import WeightUpdate
 from parallel3d.errors import ConfigError
 from parallel3d.logs import logger
@@ -34,6 +32,7 @@ from parallel3d.monitor.memory import MemoryProfile, MemoryRecorder, memory_tabl
 from parallel3d.monitor.records import Breakdown
 from parallel3d.monitor.run_record import RankRecord, RunRecord, fingerprint, measure_times
 from parallel3d.monitor.steps import Profile, StepMonitor
+from parallel3d.monitor.traces import StepTracer
 from parallel3d.parameters import whole_shape
 from parallel3d.pipe.batch import TrainingData
 from parallel3d.pipe.executor import Batch, Recorder, nest, no_record
@@ -41,7 +40,7 @@ from parallel3d.pipe.messages import Messages
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Program
 from parallel3d.schedule.lifetimes import peak_live
-from parallel3d.schedule.timing import Timeline, simulate
+from parallel3d.schedule.timing import Timeline
 from parallel3d.zero.memory import StateBytes, moments_of, predict_state, unit_sizes
 
 # Profiles of the steps after run_record.after_steps.
@@ -66,6 +65,7 @@ class Reports:
     ):
         self.monitor = monitor
         self.memory: MemoryProfile | None = None
+        self._tracer: StepTracer | None = None
         self._model, self._config, self._groups = model, config, model.groups
         self._checkpointer, self._update, self._data = checkpointer, update, data
         self._instructions: Sequence[Instruction] = ()  # of the last training batch
@@ -78,6 +78,10 @@ class Reports:
         The results are those of `timeline` and `time_breakdown`, or of `memory_report`.
         """
         self.monitor.profile_next(what)
+
+    def trace(self, tracer: StepTracer) -> None:
+        """Trace the next steps, with their instructions by name."""
+        self._tracer = tracer
 
     def timeline(self) -> tuple[Program, Timeline]:
         """Return the program of the last recorded batch and its measured timeline, of this rank's pipeline, in seconds.
@@ -166,7 +170,7 @@ class Reports:
         if self.monitor.counts_flops():
             self._flops = ForwardFlops()
             record = nest(record, self._flops)
-        return record
+        return nest(record, lambda i: record_function(str(i))) if self._tracer is not None else record
 
     def _passing(self, in_transit: Callable[[], int]) -> int:
         """Return the bytes that no instruction holds: of sent messages, and of weights gathered into CUDA's memory."""
@@ -200,47 +204,15 @@ class Reports:
                 logger.info("activation checkpointing on rank 0: %s", self._checkpointer.times())
         if records:
             self._record_run()
+        if self._tracer is not None:
+            with self._groups.activity.untimed(Phase.UNWATCHED):  # long traces take long to write
+                self._tracer = None if self._tracer.after_step() else self._tracer
 
     def dump_state(self, program: Program) -> None:
-        """Print, on rank 0, the resolved configuration, batch sizes, topology, partition, buckets and program. Collective.
-
-        The output is as wide as the terminal, or else 160 columns. Values that differ from the defaults are bold.
-        """
-        own = {owners: [b.numel for b in buckets] for owners, buckets in self._update.reducer.buckets.items()}
-        everyone = all_gather_object(own, self._groups.control)
+        """Print, on rank 0, what was configured and built. Collective."""
+        text = describe_state(self._config, self._data.sizes, self._model, self._update, program)
         if self._groups.rank == 0:
-            buckets = {owners: numels for rank in everyone for owners, numels in rank.items()}
-            console = Console()
-            console = console if console.is_terminal else Console(width=160)
-            with console.capture() as shown:
-                console.print(self._state_tree(buckets, program), highlight=False)
-            logger.info("%s", shown.get().rstrip("\n"))
-
-    def _state_tree(self, buckets: Mapping[tuple[int, ...], Sequence[int]], program: Program) -> Tree:
-        """Return the tree that `dump_state` prints. buckets: owners -> the elements of each of their gradient buckets."""
-        topology, num_shards = self._groups.topology, self._update.policy.num_shards(self._groups.data.size)
-        tree = Tree("parallel3d")
-        _add_section(tree.add("configuration in force"), self._config)
-        batch = tree.add("batch")
-        for name, value in vars(self._data.sizes).items():
-            batch.add(escape(f"{name}: {value}"))
-        axes = " x ".join(f"{axis} {topology.get_dim(axis)}" for axis in topology.get_axis_names())
-        tree.add(f"topology: {axes} = {topology.world_size()} ranks")
-        tree.add("partition").add(escape(self._model.partition_table))
-        cut = tree.add(f"gradient buckets, each updated in {num_shards} parts")
-        for owners, numels in sorted(buckets.items()):
-            where = f"chunk {owners[0]}" if len(owners) == 1 else f"shared by chunks {', '.join(map(str, owners))}"
-            cut.add(f"{where}: {len(numels)} buckets, {sum(numels):,} elements, the largest {max(numels):,}")
-        instructions = tree.add(
-            escape(
-                f"program {program.name}: {sum(map(len, program.instructions))} instructions for {program.num_micro_batches} "
-                f"micro-batches, bubble {simulate(program).bubble:.1%} where a backward takes twice as long as a forward"
-            )
-        )
-        for stage, listed in enumerate(program.instructions):
-            ops = Counter(i.op.name for i in listed)
-            instructions.add(f"stage {stage}: " + ", ".join(f"{n} {op}" for op, n in ops.items()))
-        return tree
+            logger.info("%s", text)
 
     def _memory_rows(self) -> dict[str, tuple[int, int]]:
         """Return this rank's (predicted, measured) bytes by component and by phase."""
@@ -371,16 +343,6 @@ class Reports:
             "reserved": torch.cuda.max_memory_reserved(device),
             "outside": capacity - free - torch.cuda.memory_reserved(device),
         }
-
-
-def _add_section(tree: Tree, section: BaseModel) -> None:
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        if isinstance(value, BaseModel):
-            _add_section(tree.add(name), value)
-        else:
-            line = escape(f"{name}: {value!r}")
-            tree.add(line if value == field.default else f"[bold]{line}[/bold]")
 
 
 def _versions(backend: str) -> dict[str, str]:

@@ -6,6 +6,7 @@ import atexit
 import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -56,7 +57,7 @@ class ProgressBar:
         """Show that `step` steps are done, and these metrics, or else the last ones."""
         text = None if metrics is None else "  ".join(f"{name} {value}".strip() for name, value in metrics.items())
         if self.is_live:
-            shown = {} if text is None else {"metrics": text}
+            shown: dict[str, Any] = {} if text is None else {"metrics": text}
             self._progress.update(self._task, completed=step, refresh=text is not None, **shown)
         elif self._enabled and (step % self._every == 0 or step == self._num_steps):
             logger.info("step %s/%s  %s", step, self._num_steps, text or "")

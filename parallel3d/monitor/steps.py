@@ -109,8 +109,8 @@ class StepRecorder:
         return self._record
 
 
-def clock_offset(control: Group) -> float:
-    """Return seconds to add to this rank's `time.monotonic` to get that of the group's first rank; 0 on one host. Collective.
+def clock_offset(control: Group, now: Callable[[], float] = time.monotonic) -> float:
+    """Return seconds to add to this rank's `now()` to get that of the group's first rank; 0 on one host. Collective.
 
     Hosts' clocks start anywhere. No rank leaves an exchange before all have entered it, which bounds the difference from both
     sides; the error is at most the time that the fastest of several exchanges takes.
@@ -119,9 +119,9 @@ def clock_offset(control: Group) -> float:
         return 0.0
     rounds = []
     for _ in range(_CLOCK_ROUNDS):
-        entered = time.monotonic()
+        entered = now()
         all_gather_integers([0], control)
-        rounds.append((entered, time.monotonic()))
+        rounds.append((entered, now()))
     return offset_between(rounds, all_gather_object(rounds, control)[0])
 
 

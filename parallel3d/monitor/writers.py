@@ -201,7 +201,9 @@ class MonitorMaster:
         self._writes_here = get_rank() == 0 if writes_here is None else writes_here
         self._config: dict[str, Any] = config.model_dump(mode="json")
         sections = {name: getattr(config, name) for name in _KINDS}
-        self._unopened = {n: partial(_KINDS[n], s) for n, s in sections.items() if s.enabled and self._writes_here}
+        self._unopened: dict[str, Callable[[], Monitor]] = {
+            name: partial(_KINDS[name], s) for name, s in sections.items() if s.enabled and self._writes_here
+        }
         self._monitors: dict[str, Monitor] = {}
         # Of each step: samples, names, first values, further ones on the way to the host, an event after which they are there.
         self._collected: list[tuple[int, list[str], list[float], Tensor, torch.cuda.Event | None]] = []
