@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
 import warnings
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from layouts import make_engine, own_iterator
 from timed_runs import HIDDEN, LATENCY, MICRO_BATCHES, timed_engine, train
 
 import parallel3d
+from parallel3d.cli import main
 from parallel3d.config.layout import parse_layout
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import RunRecord, read_run_record
@@ -203,3 +207,50 @@ def test_steps_by_calls_are_recorded_too(run_ranks, tmp_path: Path):
     assert record.instructions["RED@0#0"].count == 3
     assert (record.model.layers, record.model.parameters) == (("Sequential",), (3 * 4 + 4 + 4 + 1,))
     assert (record.layout, record.seq) == ("dp2,1f1b,m2,mb2", None)
+
+
+def traced(directory: str) -> None:
+    engine = make_engine(
+        toy.model(tied=False),
+        accumulation=2,
+        pipeline={"stages": 2},
+        run_record={"directory": directory},
+    )
+    data = own_iterator(engine, [toy.micro_batch(g) for g in range(2 * 3)])
+    engine.train_batch(data)
+    engine.profile(2, memory=True)
+    for _ in range(2):
+        engine.train_batch(data)
+
+
+def test_the_ranks_traces_are_one_on_one_clock(run_ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run_ranks(2, traced, str(tmp_path))
+    assert main(["trace", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path}/trace.json.gz: 2 ranks; ")
+    with gzip.open(tmp_path / "trace.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    spans: dict[str, list[tuple[float, float]]] = {}
+    for event in events:
+        if re.fullmatch(r"[FB]\d+@\d", event["name"]) and event.get("cat") == "user_annotation":
+            rank = event["name"][-1]
+            assert names[event["pid"]].startswith(f"rank {rank} (stage {rank}, ")
+            spans.setdefault(event["name"], []).append((event["ts"], event["ts"] + event["dur"]))
+    assert set(spans) == {f"{op}{m}@{c}" for op in "FB" for m in range(2) for c in range(2)}
+    for m in range(2):
+        order = [sorted(spans[f"{name.format(m)}"]) for name in ("F{}@0", "F{}@1", "B{}@1", "B{}@0")]
+        assert [len(of_steps) for of_steps in order] == [2] * 4
+        for k in range(2):
+            for before, after in pairwise(order):
+                assert before[k][1] <= after[k][0]
+    flows = [(e["id"], e["pid"]) for e in events if e.get("ph") in ("s", "f")]
+    assert len({number for number, _ in flows}) == len(set(flows))
+    assert any(event["name"] == "[memory]" for event in events)
+
+
+def test_a_trace_that_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["trace", str(tmp_path)]) == 2
+    assert "record some steps by engine.profile(steps)" in capsys.readouterr().err
+    (tmp_path / "trace-0.json.gz").write_bytes(gzip.compress(b'{"traceEvents": []}'))
+    assert main(["trace", str(tmp_path)]) == 2
+    assert "trace-0.json.gz' is no trace of engine.profile" in capsys.readouterr().err

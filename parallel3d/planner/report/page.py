@@ -6,7 +6,7 @@ import base64
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -62,10 +62,9 @@ def html_page(result: PlanResult) -> str:
     ranked = result.best[:_MOST_RANKED]
     details = [_details(result, prediction) for prediction in ranked]
     timeline = as_timeline(result.timeline, ranked[0].stages) if ranked and result.timeline else None
-    drawn = None if timeline is None else columns(timeline)
+    drawn = {} if timeline is None else {"time": columns(timeline)}
     places = sorted(result.map[:_MOST_PLACES], key=lambda place: natural(place.host))
     links = sorted(result.links, key=lambda link: -link.seconds)
-    data = json.dumps({"details": details, "timeline": drawn}, separators=(",", ":"), ensure_ascii=False).encode()
     return render(
         "page.html",
         plan=result,
@@ -82,9 +81,14 @@ def html_page(result: PlanResult) -> str:
         links=links[:_MOST_LINKS],
         config=_indented(result.config),
         scripts=launch_scripts(result, "config.json"),
-        # In letters that HTML leaves alone: 200,000 instructions of a timeline in under 2 MB.
-        data=base64.b64encode(zlib.compress(data)).decode(),
+        data=packed({"details": details, "timelines": drawn}),
     )
+
+
+def packed(data: Mapping[str, object]) -> str:
+    """Return a page's data in letters that HTML leaves alone: 200,000 instructions of a timeline in under 2 MB."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
+    return base64.b64encode(zlib.compress(text.encode())).decode()
 
 
 def _details(result: PlanResult, prediction: Prediction) -> Markup:

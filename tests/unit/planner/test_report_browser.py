@@ -235,8 +235,8 @@ def test_zooming_shows_less_of_the_step_and_all_of_it_again(page, canvas, result
 
     whole = check_against(sweep(page, canvas, 12, 12), result, 0)
     if how == "button":
-        find(page, "#zoom-in").click()
-        find(page, "#zoom-in").click()
+        find(page, "#time-zoom-in").click()
+        find(page, "#time-zoom-in").click()
     elif how == "key":
         page.execute_script("arguments[0].focus()", canvas)
         press(page, "++")
@@ -249,7 +249,7 @@ def test_zooming_shows_less_of_the_step_and_all_of_it_again(page, canvas, result
     if how == "key":
         press(page, "0")
     else:
-        find(page, "#zoom-all").click()
+        find(page, "#time-zoom-all").click()
     page.execute_script("arguments[0].scrollIntoView({block: 'center'})", canvas)
     assert check_against(sweep(page, canvas, 12, 12), result, 0) == pytest.approx(whole, rel=0.01)
 
@@ -257,8 +257,8 @@ def test_zooming_shows_less_of_the_step_and_all_of_it_again(page, canvas, result
 def test_dragging_moves_the_timeline(page, canvas):
     from selenium.webdriver.common.action_chains import ActionChains
 
-    find(page, "#zoom-in").click()
-    find(page, "#zoom-in").click()
+    find(page, "#time-zoom-in").click()
+    find(page, "#time-zoom-in").click()
     page.execute_script("arguments[0].scrollIntoView({block: 'center'})", canvas)
     before = told_span(hover(page, canvas, 700, 12))
     ActionChains(page, 0).click_and_hold().move_by_offset(-300, 0).release().perform()
@@ -383,7 +383,7 @@ def test_print_shows_all_rows_and_no_controls(page, result):
     assert page.execute_script("return [...document.querySelectorAll('details')].every(d => d.open)")
     emulate(page, media="print")
     visible = "return [...document.querySelectorAll(arguments[0])].filter(e => e.offsetParent).length"
-    assert page.execute_script(visible, "nav, #zoom-in, #copy, #filter") == 0
+    assert page.execute_script(visible, "nav, #time-zoom-in, #copy, #filter") == 0
     cut = page.execute_script(
         "return [...document.querySelectorAll('.scroll, pre')].filter(e => e.scrollHeight > e.clientHeight + 2).length"
     )
