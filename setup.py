@@ -76,7 +76,7 @@ TEST = [
     "import-linter>=2.0",
     "types-PyYAML",
     "types-networkx",
-    "transformers>=5",
+    "transformers>=5.24",
     "accelerate>=1.10",
     "peft>=0.17",
     "torchdata>=0.11",
