@@ -155,11 +155,10 @@ class Reports:
         if batch.training:
             self._instructions = program.instructions[self._model.stage_id]
         recorder = self.monitor.recorder_of(program) if batch.training else None
-        record, wait = (recorder.running, recorder.waiting) if recorder is not None else (no_record, no_record)
-        if batch.training:
-            for inputs, _ in batch.micro_batches:
-                self.monitor.count_tokens(inputs)
-            record = self.also(record)
+        running, wait = (recorder.running, recorder.waiting) if recorder is not None else (no_record, no_record)
+        for inputs, _ in batch.micro_batches if batch.training else ():
+            self.monitor.count_tokens(inputs)
+        record = self.also(running) if batch.training else running
         if not (batch.training and "memory" in self.monitor.profiles):
             yield record, wait
             return
