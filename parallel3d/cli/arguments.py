@@ -27,6 +27,7 @@ def make_parser() -> Parser:
         _add_check,
         _add_ckpt,
         _add_plan,
+        _add_report,
         _add_trace,
         _add_kernels,
         _add_deepspeed,
@@ -184,6 +185,27 @@ def _add_plan(commands: Any) -> None:
     option("--calibrate", **runs, help="correct the predictions by these recorded runs")
     option("--compare", **runs, help="print predicted and measured values of these runs, and end")
     option("--calibration", metavar="FILE", help="corrections that an earlier --calibrate wrote")
+
+
+def _add_report(commands: Any) -> None:
+    parser = commands.add_parser(
+        "report",
+        help="make a page of a training",
+        description="Make one HTML page, which needs no network, of what a training with run_record.directory has written so "
+        "far: loss, throughput, memory by rank, the timeline of a step measured and planned, and failures.",
+    )
+    parser.add_argument("run_directory", type=Path, metavar="RUN", help="the directory")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: RUN/report.html)")
+    parser.add_argument("--plan", type=Path, metavar="DIR", help="output of p3d plan, whose timeline is shown")
+    parser.add_argument(
+        "--serve",
+        nargs="?",
+        const=8000,
+        type=int,
+        metavar="PORT",
+        help="show the page live to browsers of this host instead, at its loopback address alone (default: 8000)",
+    )
+    parser.set_defaults(run="report:run")
 
 
 def _add_trace(commands: Any) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from parallel3d.activity import Phase
+from parallel3d.atomic_write import write_whole
 from parallel3d.autograd.recomputation import Checkpointer
 from parallel3d.comm.collectives import all_gather_object
 from parallel3d.config import Config
@@ -29,8 +30,8 @@ from parallel3d.engine.update import WeightUpdate
 from parallel3d.errors import ConfigError
 from parallel3d.logs import logger
 from parallel3d.monitor.memory import MemoryProfile, MemoryRecorder, memory_table
-from parallel3d.monitor.records import Breakdown
-from parallel3d.monitor.run_record import RankRecord, RunRecord, fingerprint, measure_times
+from parallel3d.monitor.records import Breakdown, StepRecord
+from parallel3d.monitor.run_record import TIMELINE, RankRecord, RunRecord, StepTimeline, fingerprint, measure_times
 from parallel3d.monitor.steps import Profile, StepMonitor
 from parallel3d.monitor.traces import StepTracer
 from parallel3d.parameters import whole_shape
@@ -122,19 +123,22 @@ class Reports:
         return everyone
 
     def write_run_record(self, directory: str | Path | None) -> RunRecord:
-        """Return the measurements so far; rank 0 writes them atomically as run_record.json into `directory`.
+        """Return the measurements so far; rank 0 writes them as run_record.json into `directory`, and a step's timeline.
 
         directory: rank 0's is used. The times of instructions come from the last (at most 5) batches after
         `profile_next_batch`, those of a step from the last 32 steps that were not recorded. Collective over all ranks. Raises
         ConfigError on all ranks if no batch was profiled, or the file can't be written.
         """
-        record = self._make_record()
+        program, steps = self.monitor.records()
+        record = self._make_record(program, steps)
         problem: str | None = None
         if self._groups.rank == 0:
             try:
                 if directory is None:
                     raise ConfigError("write_run_record needs a directory on rank 0")
                 record.write(Path(directory))
+                timeline = StepTimeline.of(steps[-1], self._groups.topology)
+                write_whole(Path(directory) / TIMELINE, timeline.model_dump_json() + "\n")
             except (OSError, ConfigError) as error:
                 problem = f"the run record could not be written into '{directory}': {error}; name a directory that is writable"
         problem = all_gather_object(problem, self._groups.control)[0]
@@ -151,11 +155,10 @@ class Reports:
         if batch.training:
             self._instructions = program.instructions[self._model.stage_id]
         recorder = self.monitor.recorder_of(program) if batch.training else None
-        record, wait = (recorder.running, recorder.waiting) if recorder is not None else (no_record, no_record)
-        if batch.training:
-            for inputs, _ in batch.micro_batches:
-                self.monitor.count_tokens(inputs)
-            record = self.also(record)
+        running, wait = (recorder.running, recorder.waiting) if recorder is not None else (no_record, no_record)
+        for inputs, _ in batch.micro_batches if batch.training else ():
+            self.monitor.count_tokens(inputs)
+        record = self.also(running) if batch.training else running
         if not (batch.training and "memory" in self.monitor.profiles):
             yield record, wait
             return
@@ -275,8 +278,7 @@ class Reports:
         elif due >= 0:
             self.profile_next_batch(_RECORDED[due])
 
-    def _make_record(self) -> RunRecord:
-        program, steps = self.monitor.records()
+    def _make_record(self, program: Program, steps: Sequence[Sequence[StepRecord]]) -> RunRecord:
         layout, model = self.layout(program.num_micro_batches), self._model
         infos = (*model.parameter_infos(), *model.frozen_infos())
         config = self._config.model_dump(mode="json")

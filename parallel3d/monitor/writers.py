@@ -243,7 +243,7 @@ class MonitorMaster:
         event = torch.cuda.Event() if copied.is_cuda else None
         on_host = copied.to("cpu", non_blocking=True)
         if event is not None:
-            event.record()
+            event.record(torch.cuda.current_stream(copied.device))
         self._collected.append((samples, [_PREFIX + name for name in values], numbers, on_host, event))
         if not self._written:
             self._write([])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
 import re
 import warnings
+import zlib
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +24,7 @@ from parallel3d.cli import main
 from parallel3d.config.layout import parse_layout
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import RunRecord, read_run_record
+from parallel3d.planner.report.run import read_run, run_page
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op
 from parallel3d.schedule.timing import simulate
 
@@ -44,6 +47,21 @@ def timed_record(directory: str) -> tuple[RunRecord, float, float]:
         return engine.reports.write_run_record(directory), simulated.makespan, simulated.bubble
 
 
+def drawn_computes(html: str, which: str) -> dict[str, tuple[float, float]]:
+    """Return (start, end) of the forwards and backwards that a timeline of a run's page draws."""
+    packed = re.search(r'id="data">([^<]+)<', html)
+    assert packed is not None
+    timeline = json.loads(zlib.decompress(base64.b64decode(packed[1])))["timelines"][which]
+    tick, found = timeline["seconds"] / timeline["ticks"], {}
+    for lane in timeline["lanes"]:
+        at = 0
+        for start, length, op, chunk, micro, _ in zip(*lane.values(), strict=True):
+            at += start
+            if (short := timeline["ops"][op]["short"]) in "FB":
+                found[f"{short}{micro}@{chunk}"] = at * tick, (at + length) * tick
+    return found
+
+
 @pytest.mark.parametrize("dp", [1, 2])
 def test_times_are_those_of_the_layers_and_messages(run_ranks, tmp_path: Path, dp: int):
     """A step is its program and a second for the norm, whatever was recorded of it; instructions take what layers do."""
@@ -56,6 +74,10 @@ def test_times_are_those_of_the_layers_and_messages(run_ranks, tmp_path: Path, d
     assert record.instructions["B@1"].count == 3 * MICRO_BATCHES * dp
     assert (record.step.median, record.step.spread, record.step.count) == pytest.approx((makespan + 1.0, 0.0, 1))
     assert record.optimizer.median == pytest.approx(1.0)
+    run = read_run(tmp_path)
+    measured, planned = (drawn_computes(run_page(run, "run"), which) for which in ("measured", "planned"))
+    assert len(measured) == 2 * 2 * MICRO_BATCHES
+    assert measured == {name: pytest.approx(times, abs=1e-4) for name, times in planned.items()}
     assert record.bubble == pytest.approx(bubble)
     busy = {"forward": MICRO_BATCHES * 2.0, "backward": MICRO_BATCHES * 4.0, "step": 1.0}
     assert {part: record.breakdown[part] for part in busy} == pytest.approx(busy)
@@ -93,7 +115,7 @@ def real_record(directory: str | None, pipeline: dict[str, Any], zero: int, memo
 def test_the_record_says_what_ran(run_ranks, tmp_path: Path, pipeline: dict[str, Any], zero: int, memory: bool):
     ranks = run_ranks(4, real_record, str(tmp_path / "run"), pipeline, zero, memory)
     record, report, _ = ranks[0]
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run_record.json"]
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"run_record.json", "timeline.json"}
     assert read_run_record(tmp_path / "run") == record
     words = parse_layout(record.layout)
     assert (words.stages, words.replicas, words.zero) == (2, 2, zero)

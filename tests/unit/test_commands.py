@@ -20,6 +20,7 @@ COMMANDS = [
     "ckpt",
     "ckpt import",
     "plan",
+    "report",
     "trace",
     "doctor",
     "build-kernels",

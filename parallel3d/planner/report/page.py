@@ -48,7 +48,7 @@ def drawings(result: PlanResult) -> dict[str, str]:
     for winner in result.best[:1]:
         if result.timeline:
             found["timeline.svg"] = timeline_chart(as_timeline(result.timeline, winner.stages), winner)
-        found["memory.svg"] = memory_chart(winner, _stage_names(result, winner), standalone=True)
+        found["memory.svg"] = memory_chart(winner.memory, _stage_names(result, winner), winner.layout, standalone=True)
     trade_off = trade_off_chart(result, standalone=True)
     return found if trade_off is None else {**found, "trade_off.svg": trade_off}
 
@@ -98,8 +98,8 @@ def _details(result: PlanResult, prediction: Prediction) -> Markup:
         "layout.html",
         prediction=prediction,
         names=names,
-        breakdown=breakdown_chart(prediction),
-        memory=memory_chart(prediction, names),
+        breakdown=breakdown_chart(prediction.breakdown, prediction.layout),
+        memory=memory_chart(prediction.memory, names, prediction.layout),
         placement=placement_of(prediction.placement, prediction.stages, prediction.chunks),
         layers=result.halves if prediction.units == "half" else result.layers,
         differences=[] if prediction is result.best[0] else list(differences(prediction, result.best[0])),
