@@ -1,4 +1,4 @@
-"""comms_logger over NCCL: the collectives that are made, which are those of the same layout over gloo, with the device's time."""
+"""comms_logger over NCCL counts the collectives that are made, which are those of the same layout over gloo."""
 
 from __future__ import annotations
 
