@@ -91,6 +91,7 @@ class SeveralHosts(DynamicRendezvousHandler):
             keep_alive_max_attempt=int(_LOST_S),
         )
         self.node, self._connect, self._store = node, connect, store
+        self._shared_tcp_store_server = store  # with PyTorch 2.11 a host that becomes the first one later has none
         cls._kept = self  # its end would wait for its thread, which waits as long as TCP for a host that is cut off
         self._gather()
         return self

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import zipfile
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -212,6 +213,12 @@ def test_an_installed_deepspeed_is_left_alone(
     assert "DeepSpeed 0.19.8 is installed in" in capsys.readouterr().err
     assert pip == []
     assert deepspeed.who_is_deepspeed() == "the original one's (0.19.8)"
+
+
+def test_a_module_of_such_a_name_alone_is_not_found():
+    # Where DeepSpeed itself is installed, it asks for this one, and takes an ImportError for an answer.
+    with pytest.raises(ModuleNotFoundError):
+        import_module("accelerator")
 
 
 def test_what_pip_says_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
