@@ -1,0 +1,146 @@
+"""Hosts of a network on this machine: namespaces with addresses, names, processes and an sshd of their own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SSHD = "/usr/sbin/sshd"
+REQUIRED = "P3D_REQUIRE_CLUSTERS"
+
+
+def missing(*programs: str) -> str | None:
+    """Why no hosts with these programs can be made here; None where they can."""
+    if os.getuid():
+        return "namespaces with an sshd need root"
+    for program in ("ip", "ssh", "ssh-keygen", SSHD, *programs):
+        if shutil.which(program) is None:
+            return f"{program} is not installed"
+    tried = subprocess.run(
+        [*_UNSHARE, "ip", "link", "set", "lo", "up"], capture_output=True, text=True, timeout=20, check=False
+    )
+    return f"namespaces can't be made: {tried.stderr}" if tried.returncode else None
+
+
+def require(*programs: str) -> None:
+    """Skip the test where there are no hosts with these programs; fail there in CI."""
+    if why := missing(*programs):
+        (pytest.fail if os.environ.get(REQUIRED) else pytest.skip)(why)
+
+
+_UNSHARE = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+_SSHD = """ListenAddress {address}
+HostKey {folder}/key
+AuthorizedKeysFile {folder}/key.pub
+StrictModes no
+UsePAM no
+PidFile none
+LogLevel ERROR
+"""
+_SSH = """IdentityFile {folder}/key
+UserKnownHostsFile /dev/null
+StrictHostKeyChecking no
+LogLevel ERROR
+"""
+
+
+class Host:
+    """A host; its init process is sshd, and its interface eth0."""
+
+    def __init__(self, name: str, address: str, folder: Path) -> None:
+        self.name, self.address, self._folder = name, address, folder
+        (folder / f"sshd.{name}").write_text(_SSHD.format(address=address, folder=folder))
+        boot = f"hostname {name} && mount --bind {folder}/hosts /etc/hosts && ip link set lo up && read ready"
+        boot += f" && exec {SSHD} -D -e -f {folder}/sshd.{name}"
+        self._unshare = subprocess.Popen([*_UNSHARE, "sh", "-c", boot], stdin=subprocess.PIPE)
+        own = Path(f"/proc/{self._unshare.pid}/task/{self._unshare.pid}/children")
+        while not (children := own.read_text().split()):
+            time.sleep(0.01)
+        self.init = int(children[0])
+        while os.readlink(f"/proc/{self.init}/ns/net") == os.readlink("/proc/self/ns/net"):
+            time.sleep(0.01)
+
+    def boot(self) -> None:
+        """Give eth0, which is there by now, its address, and start sshd."""
+        subprocess.run(self.inside("ip", "addr", "add", f"{self.address}/24", "dev", "eth0"), check=True)
+        self.link("up")
+        assert self._unshare.stdin is not None
+        self._unshare.stdin.write(b"\n")
+        self._unshare.stdin.close()
+        while Path(f"/proc/{self.init}/comm").read_text() != "sshd\n":
+            time.sleep(0.01)
+
+    def inside(self, *command: str, folder: Path = ROOT) -> list[str]:
+        """The command, run on this host in a folder."""
+        return ["nsenter", "--target", str(self.init), "--net", "--uts", "--mount", "--pid", f"--wd={folder}", *command]
+
+    def link(self, state: str) -> None:
+        """Set its link up or down."""
+        subprocess.run(self.inside("ip", "link", "set", "eth0", state), check=True)
+
+    def kill(self) -> None:
+        """Kill all its processes at once, by the first."""
+        os.kill(self.init, signal.SIGKILL)
+
+    def processes(self) -> list[str]:
+        """What runs there besides init: the command lines."""
+        found = []
+        for place in Path("/proc").glob("[0-9]*"):
+            try:
+                if os.readlink(place / "ns/pid") == self._own and int(place.name) != self.init:
+                    found.append((place / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+            except OSError:
+                continue
+        return [line for line in found if line]
+
+    @property
+    def _own(self) -> str:
+        return os.readlink(f"/proc/{self.init}/ns/pid")
+
+    def end(self) -> None:
+        """End it, if it still lives."""
+        self._unshare.kill()
+        self._unshare.wait()
+
+
+@contextmanager
+def two_hosts(
+    folder: Path, names: Sequence[str] = ("host-a", "host-b"), last: Sequence[int] = (1, 2)
+) -> Iterator[list[Host]]:
+    """Two hosts, joined by a cable, that find each other by name. last: the last number of their addresses.
+
+    In the folder is `ssh`, the configuration with which each reaches the other, and `python`: a launcher that it runs has
+    imported torch for its ranks.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    Path("/run/sshd").mkdir(exist_ok=True)
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "key"], check=True)
+    (folder / "ssh").write_text(_SSH.format(folder=folder))
+    addresses = [f"10.77.0.{number}" for number in last]
+    lines = [f"{address} {name}\n" for address, name in zip(addresses, names, strict=True)]
+    (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
+    python = folder / "python"
+    python.write_text(
+        f'#!/bin/sh\n[ "$1" = -m ] || exec {sys.executable} "$@"\nshift\nexec {sys.executable} -m forked_ranks "$@"\n'
+    )
+    python.chmod(0o755)
+    with ExitStack() as stack:
+        hosts = []
+        for name, address in zip(names, addresses, strict=True):
+            hosts.append(Host(name, address, folder))
+            stack.callback(hosts[-1].end)
+        cable = [word for host in hosts for word in ("peer", "name", "eth0", "netns", str(host.init))][1:]
+        subprocess.run(["ip", "link", "add", *cable[:4], "type", "veth", "peer", *cable[5:]], check=True)
+        for host in hosts:
+            host.boot()
+        yield hosts
