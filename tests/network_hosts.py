@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -94,9 +94,10 @@ class Host(Namespaces):
         commands = f"hostname {name} && mount --bind {folder}/hosts /etc/hosts && ip link set lo up"
         super().__init__(commands, f"{SSHD} -D -e -f {folder}/sshd.{name}")
         on_switch = ["nsenter", "--target", str(switch.init), "--net", "ip", "link"]
-        cable = ["add", name, "type", "veth", "peer", "name", "eth0", "netns", str(self.init)]
+        port = f"port{self.init}"
+        cable = ["add", port, "type", "veth", "peer", "name", "eth0", "netns", str(self.init)]
         subprocess.run([*on_switch, *cable], check=True)
-        subprocess.run([*on_switch, "set", name, "master", "ports", "up"], check=True)
+        subprocess.run([*on_switch, "set", port, "master", "ports", "up"], check=True)
         subprocess.run(self.inside("ip", "addr", "add", f"{address}/24", "dev", "eth0"), check=True)
         self.link("up")
         self.go()
@@ -115,16 +116,14 @@ class Host(Namespaces):
         """Kill all its processes at once, by the first."""
         os.kill(self.init, signal.SIGKILL)
 
-    def processes(self) -> list[str]:
-        """What runs there besides init: the command lines."""
-        found = []
+    def processes(self) -> dict[int, str]:
+        """The command lines of what runs there besides init, by this machine's ids."""
+        found = {}
         for place in Path("/proc").glob("[0-9]*"):
-            try:
+            with suppress(OSError):  # it has ended
                 if os.readlink(place / "ns/pid") == self._own and int(place.name) != self.init:
-                    found.append((place / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-            except OSError:
-                continue
-        return [line for line in found if line]
+                    found[int(place.name)] = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        return {pid: line for pid, line in found.items() if line}
 
 
 @contextmanager
@@ -133,8 +132,8 @@ def two_hosts(
 ) -> Iterator[list[Host]]:
     """Two hosts, joined by a switch, that find each other by name. last: the last number of their addresses.
 
-    In the folder is `ssh`, the configuration with which each reaches the other, and `python`: a launcher that it runs has
-    imported torch for its ranks.
+    In the folder is `ssh`, the configuration with which each reaches the other, and `python` and `parallel3d`: a launcher that
+    they run has imported torch for its ranks.
     """
     folder.mkdir(parents=True, exist_ok=True)
     Path("/run/sshd").mkdir(exist_ok=True)
@@ -143,11 +142,13 @@ def two_hosts(
     addresses = [f"10.77.0.{number}" for number in last]
     lines = [f"{address} {name}\n" for address, name in zip(addresses, names, strict=True)]
     (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
-    python = folder / "python"
-    python.write_text(
-        f'#!/bin/sh\n[ "$1" = -m ] || exec {sys.executable} "$@"\nshift\nexec {sys.executable} -m forked_ranks "$@"\n'
-    )
-    python.chmod(0o755)
+    programs = {
+        "python": f'[ "$1" = -m ] || exec {sys.executable} "$@"\nshift\nexec {sys.executable} -m forked_ranks "$@"',
+        "parallel3d": f'exec {sys.executable} -m forked_ranks parallel3d.launcher "$@"',
+    }
+    for name, text in programs.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
     with ExitStack() as stack:
         # Of its own, so that a host that is killed takes no interface of the other's with it.
         switch = Namespaces("ip link add ports type bridge && ip link set ports up", "sleep infinity")

@@ -118,7 +118,9 @@ class SeveralHosts(DynamicRendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Return this host's place among those of the next start."""
         info, all_hosts = super().next_rendezvous(), len(self.node.hosts)
-        while info.world_size < all_hosts and self._store.add("starts", 0) == 0:  # one was slow: the first start is of all
+        while (
+            info.world_size < all_hosts and self._store.add("starts", 0) == 0
+        ):  # one was slow: the first start is of all
             info = super().next_rendezvous()
         if info.rank == 0:
             info.store.set("starts", str(self._store.add("starts", 1) - 1))
