@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from threading import Thread
 
 from torch.distributed import DistError, PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
@@ -27,7 +29,7 @@ _JOIN_S = 600.0  # until a host that has not come is an error
 _LAST_CALL_S = 3.0  # until a restart goes on without hosts that have not come
 _ANSWER = timedelta(seconds=5)
 _LOOK_S, _LOST_S = 1.0, 10.0  # between two signs of life, and until a host without is lost
-_LEAVE_S = 5.0
+_LEAVE_S, _REST_S = 5.0, 2.0
 
 RUNS, DONE, FAILED, LEFT = "runs", "done", "failed", "left"
 """States of a host in the store: its ranks run, have ended well or have failed for good; it has read that all are done."""
@@ -78,6 +80,8 @@ class SeveralHosts(DynamicRendezvousHandler):
                 f"host {node.hosts[0]} does not answer at {node.address}:{node.port}; look whether the job runs there, and "
                 f"for a firewall ({error})"
             ) from error
+        # torch's own store of the ranks is not found by a host that joins later. next_rendezvous makes one for each start.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         self = cls.from_backend(
             _JOB,
             store,
@@ -94,10 +98,6 @@ class SeveralHosts(DynamicRendezvousHandler):
         cls._kept = self  # its end would wait for its thread, which waits as long as TCP for a host that is cut off
         self._gather()
         return self
-
-    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
-        """Return the store that there is: next_rendezvous makes that of the ranks."""
-        return self._store
 
     @property
     def use_agent_store(self) -> bool:
@@ -127,7 +127,7 @@ class SeveralHosts(DynamicRendezvousHandler):
         self.starts, self._place = int(info.store.get("starts")), info.rank
         self._keys = [f"life/{place}" for place in range(info.world_size)]
         store = self._of_start(self._store)
-        if info.rank == 0:  # a store for the ranks of this start, as torch does not tell starts apart
+        if info.rank == 0:
             address = self.node.address if self.node.index == 0 else self.node.hosts[self.node.index]
             self._of_ranks = listen(0, address)
             store.set("ranks", f"{address} {self._of_ranks.port}")
@@ -193,6 +193,12 @@ class SeveralHosts(DynamicRendezvousHandler):
         recent = time.monotonic() - 3 * _LOOK_S
         states = (sign.decode().split()[1] for sign in self._signs)
         return any(state in (RUNS, DONE) and lived > recent for state, lived in zip(states, self._lives, strict=True))
+
+    def rest(self) -> None:
+        """End the thread that keeps torch's rendezvous alive: Python's end would abort it, unless it waits for a lost host."""
+        ending = Thread(target=self._stop_heartbeats, daemon=True)
+        ending.start()
+        ending.join(_REST_S)
 
     def _of_start(self, store: TCPStore) -> PrefixStore:
         return PrefixStore(f"{_JOB}/{self.starts}", store)
