@@ -11,7 +11,7 @@ from datetime import timedelta
 from functools import partial
 from threading import Thread
 
-from torch.distributed import DistError, PrefixStore, TCPStore
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
@@ -201,7 +201,7 @@ class SeveralHosts(DynamicRendezvousHandler):
         ending.start()
         ending.join(_REST_S)
 
-    def _of_start(self, store: TCPStore) -> PrefixStore:
+    def _of_start(self, store: Store) -> PrefixStore:
         return PrefixStore(f"{_JOB}/{self.starts}", store)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from graphlib import CycleError, TopologicalSorter
 from itertools import product
 from typing import Any
@@ -51,9 +50,7 @@ class WaitGraph:
         self.lists = [[self.numbers[i] for i in instructions] for instructions in program.instructions]
         self.waits: list[list[int]] = [[] for _ in self.nodes]
         kinds = {i[:2] for i in self.numbers}
-        find: Callable[[tuple[Any, ...]], int | None] = (
-            self.numbers.get
-        )  # by a tuple, which is made faster and is equal
+        find: Any = self.numbers.get  # by a tuple, which is made faster and is equal
         last_in_line: dict[object, int] = {}
         for rank, instructions in enumerate(program.instructions):
             passed: int | None = None  # the last instruction that blocked the host
