@@ -50,7 +50,7 @@ class WaitGraph:
         self.lists = [[self.numbers[i] for i in instructions] for instructions in program.instructions]
         self.waits: list[list[int]] = [[] for _ in self.nodes]
         kinds = {i[:2] for i in self.numbers}
-        find: Any = self.numbers.get  # by a tuple, which is equal and made faster
+        find: Any = self.numbers.get  # by a tuple, which is made faster and is equal
         last_in_line: dict[object, int] = {}
         for rank, instructions in enumerate(program.instructions):
             passed: int | None = None  # the last instruction that blocked the host

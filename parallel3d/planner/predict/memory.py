@@ -135,7 +135,7 @@ class MemoryModel:
         return [float(state[id(layer)]) for layer in layers], [share * nbytes for nbytes in each]
 
     def held(self, layout: Layout) -> tuple[int, int]:
-        """Return bytes of a micro-batch in all layers as one chunk: saved for its backward, and deferred by a split one."""
+        """Return the bytes of a micro-batch in all layers as one chunk: saved for its backward, deferred by a split one."""
         whole, split = (self._chunk((0,), (0, len(self.model.specs)), layout, 0, splits) for splits in (False, True))
         return whole.held.saved, split.held.deferred
 
