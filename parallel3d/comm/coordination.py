@@ -278,8 +278,8 @@ def own_agents_store() -> dist.Store | None:
     return agents_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), restarts)
 
 
-def agents_store(address: str, port: int, restarts: int) -> dist.Store:
+def agents_store(address: str, port: int, restarts: int, connect: timedelta = _CONNECT_TIMEOUT) -> dist.Store:
     """Return that store for the agent itself. restarts: how often it has restarted the workers."""
-    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=_CONNECT_TIMEOUT)
+    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=connect)
     store.set_timeout(_ANSWER_TIMEOUT)
     return dist.PrefixStore(f"{_PREFIX}/{restarts}", store)

@@ -1,9 +1,8 @@
-"""Command line of the launcher."""
+"""Command line of the launcher, under this package's name and DeepSpeed's."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -12,96 +11,186 @@ from math import inf
 from parallel3d.command_line import Parser
 from parallel3d.config.layout import parse_layout
 from parallel3d.errors import ConfigError, nearest
+from parallel3d.launcher.hosts import parse_range_list
 from parallel3d.launcher.options import GRACE_S, LaunchOptions
 
-_USAGE = """parallel3d [options] script [args ...]
-       parallel3d [options] -m module [args ...]"""
+LAUNCHERS = ("ssh", "pdsh", "openmpi", "mpich", "slurm")
+"""What starts several hosts, by DeepSpeed's names. Here ssh does what pdsh does there."""
 
-_DESCRIPTION = """Run a Python script once per rank on this node. Each process finds RANK, LOCAL_RANK, WORLD_SIZE,
-LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment. With neither --num_gpus nor --num_procs: one process
-per visible CUDA device, or a single CPU process where there is none. N may be a layout: pp2,tp2,dp2 are 8 processes.
-If OMP_NUM_THREADS is not set, the cores are divided among the processes."""
+_USAGE = """%(prog)s [options] script [args ...]
+       %(prog)s [options] -m module [args ...]"""
+
+_DESCRIPTION = """Run a Python script once per rank, on this host or those of a hostfile. Each process finds RANK, LOCAL_RANK,
+WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment. With neither --num_gpus nor --num_procs nor a
+hostfile: one process per visible CUDA device, or a single CPU process where there is none. N may be a layout: pp2,tp2,dp2 are
+8 processes. If OMP_NUM_THREADS is not set, the cores are divided among the processes."""
 
 _EPILOG = f"""The exit code is that of the rank that failed first, 128 + N when signal N ended it or the launcher. When
 a rank fails, or on Ctrl-C, the others are asked to end and killed after {GRACE_S} seconds."""
 
-# Options of torchrun and of the command deepspeed.
-_OF_MANY_NODES = (
-    "nnodes nproc_per_node node_rank rdzv_backend rdzv_endpoint rdzv_id master_addr hostfile num_nodes".split()
-)
+_TORCHRUNS = "nnodes nproc_per_node rdzv_backend rdzv_endpoint rdzv_id rdzv_conf standalone role tee redirects".split()
+_ELASTIC = "--max_restarts goes on with fewer hosts, as the configuration's section elastic allows"
+_REFUSED = {
+    "autotuning": "`p3d plan` finds the layout",
+    "elastic_training": _ELASTIC,
+    "min_elastic_nodes": _ELASTIC,
+    "max_elastic_nodes": _ELASTIC,
+}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "parallel3d") -> int:
     """Run the command line `argv` (default: this process's own) and return the exit code.
+
+    - prog: "deepspeed" for what differs in DeepSpeed's command: --local_rank is passed to the script.
 
     It owns its process: it installs signal handlers, changes the environment, and ends the processes that its workers
     leave. Raises SystemExit for a command line that can't be carried out.
     """
-    arguments = sys.argv[1:] if argv is None else argv
-    launch_parser().parse_known_args(arguments)  # --help and --version end here, before torch is imported
-    import torch
-
-    from parallel3d.launcher.agent import launch
+    options = parse_options(sys.argv[1:] if argv is None else argv, prog)  # --help ends here, before torch is imported
+    from parallel3d.launcher.start import start
 
     try:
-        return launch(parse(arguments, torch.cuda.device_count()))
+        return start(options)
+    except ConfigError as error:
+        launch_parser(prog).error(str(error))
+
+
+def parse(argv: Sequence[str], num_devices: int) -> LaunchOptions:
+    """Return what `argv` starts on a host with `num_devices` CUDA devices. Raises SystemExit(2) if it is wrong."""
+    from parallel3d.launcher.start import choose_hosts, of_this_host
+
+    options = parse_options(argv)
+    try:
+        [slots] = choose_hosts(options, num_devices).values()
+        return of_this_host(options, slots, num_devices)
     except ConfigError as error:
         launch_parser().error(str(error))
 
 
-def parse(argv: Sequence[str], num_devices: int) -> LaunchOptions:
-    """Parse `argv` on a node with `num_devices` CUDA devices. Raises SystemExit(2) with a message if it is wrong."""
-    parser = launch_parser()
+def parse_options(argv: Sequence[str] | None = None, prog: str = "parallel3d") -> argparse.Namespace:
+    """Return the options, and the command as DeepSpeed's user_script and user_args too. Raises SystemExit with a message."""
+    parser = launch_parser(prog)
     known, unknown = parser.parse_known_args(argv)
     if unknown:
+        name = unknown[0].partition("=")[0]
         flags = [flag for action in parser._actions for flag in action.option_strings]
-        hint = nearest(unknown[0].partition("=")[0], flags)
-        if unknown[0].partition("=")[0].lstrip("-").replace("-", "_") in _OF_MANY_NODES:
-            hint = " This command starts the ranks of one node; torchrun, srun of Slurm, or deepspeed --hostfile start several."
-        parser.error(f"unknown option {unknown[0]}.{hint} The script's own options go after the script.")
+        hint = f"{nearest(name, flags)} The script's own options go after the script."
+        if name.lstrip("-").replace("-", "_") in _TORCHRUNS:
+            hint = f" That one is torchrun's; use torchrun, or {prog} with --hostfile, --num_nodes and --num_gpus."
+        parser.error(f"unknown option {unknown[0]}.{hint}")
     if not known.command:
         parser.error("nothing to run: name a script, or a module after -m")
-    if not known.is_module and not os.path.exists(known.command[0]):
-        parser.error(f"there is no script {known.command[0]!r} in {os.getcwd()}")
-    if known.num_gpus is not None and known.num_gpus > num_devices:
-        parser.error(
-            f"--num_gpus {known.num_gpus}, but the number of CUDA devices present is {num_devices} "
-            f"(CUDA_VISIBLE_DEVICES is {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}). "
-            f"Ask for no more, or for CPU processes with --num_procs {known.num_gpus}."
+    if known.module and known.no_python:
+        parser.error("-m and --no_python: a module is Python's; give one of them")
+    known.prog, (known.user_script, *known.user_args) = prog, known.command
+    known.passes_local_rank = prog == "deepspeed" and not known.no_local_rank
+    return known
+
+
+def refuse(options: argparse.Namespace) -> None:
+    """Raise ConfigError for options of DeepSpeed's that have no meaning here, naming what to use."""
+    for name, remedy in _REFUSED.items():
+        if getattr(options, name):
+            raise ConfigError(f"--{name} is not supported; {remedy}")
+    if options.launcher.lower() not in LAUNCHERS:
+        raise ConfigError(
+            f"--launcher {options.launcher} is not supported; drop it, so that hosts are started by ssh, or use one of "
+            f"{', '.join(LAUNCHERS)} (Intel MPI and MVAPICH take mpich's options)"
         )
-    options = vars(known)
-    num_gpus, num_procs = options.pop("num_gpus"), options.pop("num_procs")
-    return LaunchOptions(num_procs or num_gpus or num_devices or 1, num_procs is None and num_devices > 0, **options)
 
 
-def launch_parser() -> Parser:
+def launch_parser(prog: str = "parallel3d") -> Parser:
     """Return the parser of the launcher's options."""
-    parser = Parser(prog="parallel3d", usage=_USAGE, description=_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False)
+    parser = Parser(prog=prog, usage=_USAGE, description=_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False)
     parser.add_version()
+    _add_hosts(parser)
+    _add_starting(parser)
+    _add_processes(parser)
+    for name in _REFUSED:
+        action = "store_true" if name == "elastic_training" else "store"
+        parser.add_argument(f"--{name}", help=argparse.SUPPRESS, action=action)
+    # One positional for everything after the options: argparse would drop a "--" between two positionals.
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _add_hosts(parser: Parser) -> None:
+    """Add the options that choose hosts and their processes."""
+    add, number = parser.add_argument, partial(_integer, noun="a number of hosts", least=1)
     count = parser.add_mutually_exclusive_group()
-    count.add_argument("--num_gpus", type=_processes, metavar="N", help="N processes, process i on CUDA device i")
-    count.add_argument("--num_procs", type=_processes, metavar="N", help="N CPU processes, which see no CUDA device")
-    parser.add_argument(
+    count.add_argument(
+        "--num_gpus",
+        "--num_accelerators",
+        type=_processes,
+        metavar="N",
+        help="N processes on each host, process i on CUDA device i",
+    )
+    count.add_argument(
+        "--num_procs", type=_processes, metavar="N", help="N CPU processes on each host, which see no CUDA device"
+    )
+    add("-H", "--hostfile", default="/job/hostfile", help="lines such as: worker-0 slots=4; without it: this host")
+    add("-i", "--include", default="", metavar="HOSTS", help="hosts and slots to use: worker-0@worker-1:0,2")
+    add("-e", "--exclude", default="", metavar="HOSTS", help="hosts and slots to leave out")
+    add("--num_nodes", type=number, metavar="N", help="the first N hosts of the hostfile")
+    add("--ranks", metavar="FILE", help="ranks.json of `p3d plan`: hosts and devices in the order of the ranks")
+    add("--master_addr", default="", help="address of the first host (default: its name)")
+    add(
         "--master_port",
         type=partial(_integer, noun="a port", least=0, most=65535),
         default=0,
         metavar="P",
-        help="port where the ranks meet (default: a free one)",
+        help="port where the ranks meet (default: a free one, or 29500 where the first host is another one)",
     )
-    parser.add_argument(
-        "--log_dir", metavar="DIR", help="also write each rank's output to files under DIR (no live progress bar then)"
+
+
+def _add_starting(parser: Parser) -> None:
+    """Add the options of how hosts are started."""
+    add = parser.add_argument
+    add("--launcher", default="ssh", help=f"what starts the hosts: {', '.join(LAUNCHERS)} (ssh and pdsh are the same)")
+    add("--launcher_args", "--launcher_arg", default="", help="further arguments of ssh, mpirun or srun")
+    add("--ssh_port", type=partial(_integer, noun="a port", least=1, most=65535), help="port of ssh")
+    add("--no_ssh", action="store_true", help="start this host's processes alone; the command is run on each host")
+    add(
+        "--node_rank",
+        type=partial(_integer, noun="a host's index", least=0),
+        help="this host's index, with --no_ssh (default: that of Slurm or mpirun)",
     )
-    parser.add_argument(
+    add("--no_ssh_check", action="store_true", help=argparse.SUPPRESS)  # DeepSpeed's: nothing is checked
+    add("--force_multi", action="store_true", help="start a single host as one of several")
+    add("--venv_script", help="a script that each host reads first")
+    add("--dry_run", action="store_true", help="print the commands that start the hosts, and end")
+
+
+def _add_processes(parser: Parser) -> None:
+    """Add the options of the processes of a host."""
+    add = parser.add_argument
+    add("-m", "--module", action="store_true", help="what follows is a module, as in python -m")
+    add("--no_python", action="store_true", help="what follows is a program, not a Python script")
+    add("--no_local_rank", action="store_true", help="don't pass --local_rank=N to the script, as `deepspeed` does")
+    add(
         "--max_restarts",
         type=partial(_integer, noun="a number of restarts", least=0),
         default=0,
         metavar="N",
-        help="start all ranks again, up to N times, when one has failed; the script continues by engine.resume (default: 0)",
+        help="start all ranks again, up to N times, when one has failed or a host is lost; the script continues by "
+        "engine.resume (default: 0)",
     )
-    parser.add_argument("-m", dest="is_module", action="store_true", help="what follows is a module, as in python -m")
-    # One positional for everything after the options: argparse would drop a "--" between two positionals.
-    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    return parser
+    add(
+        "--log_dir",
+        "--enable_each_rank_log",
+        metavar="DIR",
+        type=lambda text: None if text == "None" else text,
+        help="also write each rank's output to files under DIR (no live progress bar then)",
+    )
+    add("--bind_cores_to_rank", action="store_true", help="divide the cores of a host among its processes")
+    add("--bind_core_list", type=_cores, metavar="LIST", help="the cores to divide: 0,2-4")
+    add(
+        "--save_pid",
+        action="store_true",
+        help="write this process's id to PID.deepspeed in the folder of temporary files",
+    )
+    add("--log_level", default="info", choices=["debug", "info", "warning", "error", "critical"])
+    add("-q", "--quiet", action="store_true", help="as --log_level error")
 
 
 def _processes(text: str) -> int:
@@ -110,6 +199,13 @@ def _processes(text: str) -> int:
         return _integer(text, "a number of processes", 1)
     try:
         return parse_layout(text).world_size
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _cores(text: str) -> list[int]:
+    try:
+        return parse_range_list(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

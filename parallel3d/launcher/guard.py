@@ -11,11 +11,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+LIFELINE = "PARALLEL3D_LIFELINE"
+"""Variable that is set where the launcher was started from another host, and ends when its standard input does."""
 
 _VARIABLE = "PARALLEL3D_JOB"
 _LONGEST_S = 10.0
@@ -46,6 +50,20 @@ def guarded() -> Iterator[Callable[[str], None]]:
         guard.wait()
         with suppress(OSError):
             stream.close()
+
+
+def follow_input() -> None:
+    """End this process as by SIGTERM at the end of its standard input; its children's is empty."""
+    lifeline = os.fdopen(os.dup(0), "rb", buffering=0)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+
+    def follow() -> None:
+        while lifeline.read(4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=follow, daemon=True).start()
 
 
 def _processes(job: str) -> list[int]:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
+from itertools import groupby
+from pathlib import Path
 
 from parallel3d.errors import ConfigError, nearest
 
 # Host -> the indices of its devices.
 Slots = Mapping[str, list[int]]
 
+# No character that means something to a shell, and no "-" in front, which ssh would take for an option.
+_HOST = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
+
 
 def parse_hostfile(lines: Iterable[str]) -> dict[str, int]:
     """Return the number of devices of each host, from lines such as "worker-0 slots=4". Raises ConfigError."""
     hosts: dict[str, int] = {}
     for line in filter(None, (line.partition("#")[0].strip() for line in lines)):
-        match = re.fullmatch(r"(\S+)\s+slots=(\d+)", line)
+        match = re.fullmatch(rf"({_HOST})\s+slots=([0-9]+)", line)
         if match is None:
             raise ConfigError(f"hostfile: {line!r} is no host; write a line as: worker-0 slots=4")
         if match[1] in hosts:
@@ -26,31 +32,57 @@ def parse_hostfile(lines: Iterable[str]) -> dict[str, int]:
     return hosts
 
 
+def parse_named(text: str) -> dict[str, list[int] | None]:
+    """Return the hosts and slots of NAME[:SLOT[,SLOT ...]][@NAME ...], None for all of a host. Raises ConfigError."""
+    named: dict[str, list[int] | None] = {}
+    for word in text.split("@"):
+        match = re.fullmatch(rf"({_HOST})(?::([0-9]+(?:,[0-9]+)*))?", word)
+        if match is None:
+            raise ConfigError(f"{word!r} is no host with slots; write it as worker-0:0,2")
+        host, slots = match[1], match[2]
+        before = named.get(host, [])
+        named[host] = None if slots is None or before is None else [*before, *map(int, slots.split(","))]
+    return named
+
+
 def parse_resource_filter(host_info: Slots, include_str: str = "", exclude_str: str = "") -> dict[str, list[int]]:
-    """Return the devices that --include names, or those that --exclude does not. Raises ConfigError.
+    """Return the devices that --include names, or those that --exclude does not, in host_info's order. Raises ConfigError.
 
     include_str, exclude_str: NAME[:SLOT[,SLOT ...]][@NAME ...], such as "worker-0@worker-1:0,2"; without slots all of a host.
     """
     if include_str and exclude_str:
         raise ConfigError(f"--include {include_str} and --exclude {exclude_str} are given; give one of them")
-    named: dict[str, set[int]] = {}
-    for word in filter(None, (include_str or exclude_str).split("@")):
-        match = re.fullmatch(r"([^:]+)(?::(\d+(?:,\d+)*))?", word)
-        if match is None:
-            raise ConfigError(f"{word!r} is no host with slots; write it as worker-0:0,2")
-        host, slots = match[1], match[2]
+    text, named = include_str or exclude_str, dict[str, set[int]]()
+    for host, slots in (parse_named(text) if text else {}).items():
         if host not in host_info:
             raise ConfigError(
                 f"there is no host {host!r} among {', '.join(host_info)}.{nearest(host, list(host_info))}"
             )
-        chosen = set(host_info[host]) if slots is None else set(map(int, slots.split(",")))
-        if unknown := sorted(chosen - set(host_info[host])):
+        named[host] = set(host_info[host] if slots is None else slots)
+        if unknown := sorted(named[host] - set(host_info[host])):
             raise ConfigError(f"host {host} has the slots {host_info[host]}, and not {unknown}")
-        named.setdefault(host, set()).update(chosen)
-    if include_str:
-        return {host: sorted(slots) for host, slots in named.items()}
-    left = {host: [slot for slot in slots if slot not in named.get(host, ())] for host, slots in host_info.items()}
+    left = {
+        host: [slot for slot in slots if (slot in named.get(host, ())) == bool(include_str)]
+        for host, slots in host_info.items()
+    }
     return {host: slots for host, slots in left.items() if slots}
+
+
+def read_ranks(path: Path) -> dict[str, list[int]]:
+    """Return the devices of each host, in the order of the ranks, from a plan's ranks.json. Raises ConfigError."""
+    try:
+        places = [(place["rank"], place["host"], place["gpu"]) for place in json.loads(path.read_text())]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"--ranks {path} is no ranks.json of `p3d plan`: {error!r}; name that file") from error
+    of_hosts = [(host, [gpu for _, _, gpu in own]) for host, own in groupby(places, key=lambda place: place[1])]
+    found = dict(of_hosts)
+    wrong = [rank for rank, _, _ in places] != list(range(len(places))) or len(found) < len(of_hosts)
+    if wrong or not places or not all(isinstance(host, str) and re.fullmatch(_HOST, host) for host in found):
+        raise ConfigError(
+            f"--ranks {path}: hosts are {[host for host, _ in of_hosts]}; a launcher gives a host's processes ranks that "
+            "follow each other, from 0: list the ranks in order, host by host"
+        )
+    return found
 
 
 def parse_range_list(text: str) -> list[int]:

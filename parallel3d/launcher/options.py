@@ -10,6 +10,20 @@ GRACE_S = 5
 
 
 @dataclass(frozen=True)
+class Node:
+    """One of several hosts of a job.
+
+    - hosts: names of all hosts, in the order of their ranks; index: this one's.
+    - address, port: of the store where they meet, which the first host's launcher keeps.
+    """
+
+    hosts: Sequence[str]
+    index: int
+    address: str
+    port: int
+
+
+@dataclass(frozen=True)
 class LaunchOptions:
     """Options of a launch.
 
@@ -17,6 +31,7 @@ class LaunchOptions:
     - max_restarts: how often all workers are started again when one has failed.
     - is_program: the command is run as it is, not by Python. first_arguments: in front of its own, where ${local_rank} is
       replaced by the rank. binds_cores: whether the cores are divided among the workers.
+    - node: this host among several; None if the job has one.
     """
 
     num_workers: int
@@ -29,3 +44,4 @@ class LaunchOptions:
     is_program: bool = False
     first_arguments: Sequence[str] = ()
     binds_cores: bool = False
+    node: Node | None = None

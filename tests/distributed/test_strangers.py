@@ -20,7 +20,7 @@ from parallel3d.comm.liveness import PeerLiveness
 from parallel3d.comm.membership import TOKEN, prove_membership
 from parallel3d.comm.topology import PipeDataParallelTopology
 from parallel3d.errors import CommunicationError
-from parallel3d.launcher.agent import _listen
+from parallel3d.launcher.rendezvous import listen as _listen
 
 ROOT = Path(__file__).parents[2]
 

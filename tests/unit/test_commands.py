@@ -14,7 +14,19 @@ from parallel3d.config import load
 from parallel3d.launcher.cli import parse
 from parallel3d.parity.settings import TOLERANCES
 
-COMMANDS = ["config", "check", "ckpt", "ckpt import", "plan", "doctor", "build-kernels", "deepspeed", "completion"]
+COMMANDS = [
+    "config",
+    "check",
+    "ckpt",
+    "ckpt import",
+    "plan",
+    "report",
+    "trace",
+    "doctor",
+    "build-kernels",
+    "deepspeed",
+    "completion",
+]
 
 
 def test_help_and_version_import_no_torch():
@@ -58,11 +70,15 @@ def test_all_dtypes_may_be_chosen():
         assert make_parser().parse_args(["ckpt", "export", "a", "b", "--dtype", dtype]).dtype == dtype
 
 
-@pytest.mark.parametrize("option", ["--nnodes", "--node-rank=1", "--hostfile"])
-def test_the_launcher_says_what_starts_several_nodes(option: str, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("option", ["--nnodes", "--nproc-per-node=1", "--rdzv_backend"])
+def test_the_launcher_knows_options_of_torchrun(option: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         parse([option, "2", __file__], 0)
-    assert "torchrun, srun of Slurm, or deepspeed --hostfile start several" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert (
+        f"unknown option {option}. That one is torchrun's; use torchrun, or parallel3d with --hostfile, --num_nodes"
+        in said
+    )
 
 
 def test_a_reader_that_ends_early_is_no_error():

@@ -14,40 +14,12 @@ from parallel3d.comm.environment import mpi_environment
 from parallel3d.deepspeed.launcher.runner import encode_world_info
 from parallel3d.errors import ConfigError
 from parallel3d.launcher import deepspeed
-from parallel3d.launcher.hosts import parse_hostfile, parse_range_list, parse_resource_filter
-from parallel3d.launcher.multinode_runner import IMPIRunner, MPICHRunner, MVAPICHRunner, SlurmRunner
+from parallel3d.launcher import start as start_module
+from parallel3d.launcher.multinode_runner import IMPIRunner, MPICHRunner, MVAPICHRunner, OpenMPIRunner, SlurmRunner
+from parallel3d.launcher.nodes import _PASSED_ON
+from parallel3d.launcher.start import choose_hosts
 
 REPO = Path(__file__).parents[2]
-HOSTS = {"worker-0": [0, 1, 2, 3], "worker-1": [0, 1]}
-
-
-def test_hosts_are_read_and_filtered():
-    lines = ["", "# two nodes", "worker-0 slots=4", "  worker-1   slots=2  # the small one"]
-    assert parse_hostfile(lines) == {"worker-0": 4, "worker-1": 2}
-    assert parse_resource_filter(HOSTS, include_str="worker-1@worker-0:2,0") == {"worker-1": [0, 1], "worker-0": [0, 2]}
-    assert parse_resource_filter(HOSTS, exclude_str="worker-1@worker-0:1") == {"worker-0": [0, 2, 3]}
-    assert parse_resource_filter(HOSTS) == HOSTS
-    assert parse_range_list("0,2-4,6") == [0, 2, 3, 4, 6]
-
-
-@pytest.mark.parametrize(
-    ("parse", "told"),
-    [
-        (lambda: parse_hostfile(["worker-0 4"]), "'worker-0 4' is no host; write a line as: worker-0 slots=4"),
-        (lambda: parse_hostfile(["a slots=1", "a slots=2"]), "a is there twice"),
-        (lambda: parse_hostfile(["# nothing"]), "no host is in it"),
-        (lambda: parse_resource_filter(HOSTS, "worker-0", "worker-1"), "give one of them"),
-        (lambda: parse_resource_filter(HOSTS, "worker-2"), "no host 'worker-2'.* Did you mean 'worker-"),
-        (lambda: parse_resource_filter(HOSTS, "worker-1:5"), r"worker-1 has the slots \[0, 1\], and not \[5\]"),
-        (lambda: parse_resource_filter(HOSTS, "worker-0:a"), "'worker-0:a' is no host with slots"),
-        (lambda: parse_range_list("0,5-2"), "does not ascend at '5-2'"),
-        (lambda: parse_range_list("1,1"), "does not ascend"),
-        (lambda: parse_range_list("x"), "'x' is no core"),
-    ],
-)
-def test_wrong_hosts_are_named(parse, told):
-    with pytest.raises(ConfigError, match=told):
-        parse()
 
 
 @pytest.mark.parametrize(
@@ -59,15 +31,25 @@ def test_wrong_hosts_are_named(parse, told):
         ("--num_nodes 2 s.py", "--num_nodes is 2, but hosts are localhost; name a --hostfile"),
         ("-e localhost s.py", "leaves no device"),
         ("--no_ssh --node_rank 3 s.py", "nodes are 0 to 0"),
-        ("--force_multi --launcher jsrun s.py", "--launcher jsrun is not supported; drop it"),
-        ("-H uneven --master_addr a --launcher mpich s.py", "one number of processes on each host, but the hosts have"),
+        ("--max_elastic_nodes 2 s.py", "--max_elastic_nodes is not supported; --max_restarts goes on with fewer hosts"),
+        ("--launcher mvapich s.py", r"--launcher mvapich is not supported; drop it.*MVAPICH take mpich's options"),
+        ("--launcher impi s.py", "--launcher impi is not supported"),
         ("-H hosts --no_ssh --node_rank 0 s.py", "the first of 2 hosts is localhost, where the others can't reach it"),
+        ("--no_ssh --num_nodes 2 --node_rank 0 s.py", "needs --master_addr: the address of the host of --node_rank 0"),
+        ("-H hostile s.py", "'a;touch x slots=1' is no host"),
+        ("-H hosts --master_addr a s.py", "'x;touch y=1' is no variable"),
+        ("--ranks hosts s.py", "--ranks hosts is no ranks.json of `p3d plan`"),
+        ("--ranks mixed.json s.py", r"hosts are \['a', 'b', 'a'\]; .* list the ranks in order, host by host"),
+        ("missing.py", "there is no script 'missing.py'"),
     ],
 )
 def test_wrong_flags_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, told: str):
     monkeypatch.chdir(tmp_path)
     Path("hosts").write_text("localhost slots=1\nother slots=1\n")
-    Path("uneven").write_text("localhost slots=1\nother slots=2\n")
+    Path("hostile").write_text("a;touch x slots=1\n")
+    Path(".deepspeed_env").write_text("# of all hosts\n\nA=1\nx;touch y=1\n")
+    places = [{"rank": rank, "host": host, "gpu": 0} for rank, host in enumerate("aba")]
+    Path("mixed.json").write_text(json.dumps(places))
     with pytest.raises(ConfigError, match=told):
         deepspeed.main(arguments.split())
 
@@ -102,78 +84,69 @@ def test_several_hosts_are_started_by_ssh_with_this_one_s_folder_and_environment
     """The other host is played by an `ssh` that runs what it is given here; its address is another one of this host's."""
     (tmp_path / "bin").mkdir()
     ssh = tmp_path / "bin" / "ssh"
-    ssh.write_text('#!/bin/sh\necho "$@" >> asked\nfor last; do :; done\ncd / && env -u FROM_FILE sh -c "$last"\n')
+    ssh.write_text('#!/bin/sh\necho "$@" >> asked\nfor last; do :; done\ncd / && exec env -u FROM_FILE $last\n')
     ssh.chmod(0o755)
     (tmp_path / "hosts").write_text("127.0.0.1 slots=1\nelsewhere.invalid slots=2\n")
     (tmp_path / ".deepspeed_env").write_text("FROM_FILE=a b\n")
     options = ["-H", "hosts", "--ssh_port", "2222", "--master_port", "29877", "script.py", "a $x"]
     _, found = run(tmp_path, *options, PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     assert [row[:3] for row in found] == [[[f"--local_rank={rank}", "a $x"], "3", "a b"] for rank in (0, 0, 1)]
-    [asked] = (tmp_path / "asked").read_text().splitlines()
-    assert "-p 2222 elsewhere.invalid cd " in asked
-    assert sys.executable in asked
+    options = "-o BatchMode=yes -o ServerAliveInterval=5 -o ServerAliveCountMax=3"
+    assert (tmp_path / "asked").read_text() == f"-T -p 2222 {options} elsewhere.invalid sh -s\n"
 
 
-OF_MPI = """
-import json, os, sys
-with open(os.environ["OMPI_COMM_WORLD_RANK"], "w") as file:
-    json.dump([sys.argv[1:], dict(os.environ)], file)
-"""
-# Plays Open MPI's mpirun: passes only the variables of -x on.
-MPIRUN = """#!/usr/bin/env python3
-import os, subprocess, sys
-words = iter(sys.argv[1:])
-passed, number = {"PATH": os.environ["PATH"]}, 0
-for word in words:
-    if word in ("-n", "--host", "-x", "--tag"):
-        value = next(words)
-        number = int(value) if word == "-n" else number
-        passed |= {value: os.environ[value]} if word == "-x" else {}
-        assert word != "--host" or value == "127.0.0.1:1,elsewhere.invalid:1"
-    else:
-        break
-program = [word, *words]
-for rank in range(number):
-    names = {"RANK": rank, "SIZE": number, "LOCAL_RANK": 0, "LOCAL_SIZE": 1}
-    own = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in names.items()}
-    subprocess.run(program, env=passed | own, check=True)
-"""
+def test_what_mpirun_and_srun_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """One launcher on each host of a plan; as the manuals of Open MPI, Hydra (MPICH, MVAPICH, Intel MPI) and Slurm have it."""
+    monkeypatch.chdir(tmp_path)
+    for name in list(os.environ):
+        if name.startswith(_PASSED_ON):
+            monkeypatch.delenv(name)
+    places = [("b", 1), ("b", 0), ("a", 3)]
+    Path("ranks.json").write_text(json.dumps([{"rank": k, "host": h, "gpu": gpu} for k, (h, gpu) in enumerate(places)]))
+    Path(".parallel3d_env").write_text("A=4 (x2)\nB=1\n")
+    expected = {
+        "openmpi": "A='4 (x2)' B=1 mpirun -n 2 --host b:1,a:1 --bind-to none -x A -x B",
+        "mpich": "A='4 (x2)' B=1 mpirun -n 2 -ppn 1 -hosts b,a -genvlist A,B",
+        "slurm": "A='4 (x2)' B=1 srun --nodes 2 --ntasks 2 --ntasks-per-node 1 --export=ALL --cpu-bind=none --nodelist b,a",
+    }
+    options = "--ranks ranks.json --dry_run --max_restarts 2 --no_local_rank --bind_core_list 0,2-3 --launcher_args"
+    for launcher, start in expected.items():
+        assert (
+            deepspeed.main([*options.split(), "--x y", "--launcher", launcher, "--module", "job.train", "--lr", "1"])
+            == 0
+        )
+        said = capsys.readouterr().out
+        program = f"{sys.executable} -m parallel3d.launcher.deepspeed --no_ssh --hostfile= --include=b:1,0@a:3 --master_addr=b"
+        program += (
+            " --master_port=29500 --max_restarts=2 --bind_core_list=0,2,3 --module --no_local_rank job.train --lr 1"
+        )
+        assert said == f"{start} --x y {program}\n"
+        # What the host with index 1 makes of it.
+        mine = deepspeed.parse_args([*program.split()[3:]])
+        assert choose_hosts(mine, 4) == {"b": [1, 0], "a": [3]}
+        monkeypatch.setenv(
+            "SLURMD_NODENAME" if launcher == "slurm" else "PMI_RANK", "a" if launcher == "slurm" else "1"
+        )
+        assert start_module._index(mine, {"b": [1, 0], "a": [3]}) == 1
 
 
-def test_mpirun_starts_all_hosts_and_passes_the_environment_on(tmp_path: Path):
-    (tmp_path / "bin").mkdir()
-    mpirun = tmp_path / "bin" / "mpirun"
-    mpirun.write_text(MPIRUN)
-    mpirun.chmod(0o755)
-    (tmp_path / "hosts").write_text("127.0.0.1 slots=1\nelsewhere.invalid slots=1\n")
-    (tmp_path / ".deepspeed_env").write_text("FROM_FILE=a b\n")
-    options = ["-H", "hosts", "--launcher", "OpenMPI", "--launcher_args", "--tag x"]
-    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
-    _, found = run(tmp_path, *options, "script.py", "a $x", script=OF_MPI, PATH=path)
-    for rank, (arguments, seen) in enumerate(found):
-        assert (arguments, seen["FROM_FILE"], seen["MASTER_ADDR"]) == (["a $x"], "a b", "127.0.0.1")
-        assert mpi_environment(seen) == {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    assert len(found) == 2
-
-
-def test_commands_of_other_launchers():
-    """As their manuals have the options: srun's, and those of Hydra, the process manager of MPICH, MVAPICH and Intel MPI."""
+def test_deepspeed_s_classes_of_launchers():
     options = deepspeed.parse_args(["--module", "job.train", "--lr", "1"])
-    program, hosts = [sys.executable, "-u", "-m", "job.train", "--lr", "1"], {"a": 4, "b": 4}
+    hosts = {"a": 4, "b": 4}
     environment = {"HOME": "/root"}
-    slurm = SlurmRunner(options, encode_world_info(hosts))
-    assert slurm.get_cmd(environment, {"a": [0, 1, 2, 3], "b": [0, 1, 2, 3]}) == [
-        *("srun", "-n", "8", "--ntasks-per-node", "4", "--nodelist", "a,b", "--export=ALL"),
-        *program,
-    ]
-    for kind in (MPICHRunner, MVAPICHRunner, IMPIRunner):
+    for kind, name in ((OpenMPIRunner, "-x"), (MPICHRunner, "A,B"), (MVAPICHRunner, "A,B"), (IMPIRunner, "A,B")):
         runner = kind(options, encode_world_info(hosts))
         runner.add_export("A", "4(x2)")
         runner.add_export("B", "1")
         assert runner.exports == {"A": '"4(x2)"', "B": "1"}
-        command = ["mpirun", "-n", "8", "-ppn", "4", "-hosts", "a,b", "-genvlist", "A,B", *program]
-        assert runner.get_cmd(environment, hosts) == command
+        command = runner.get_cmd(environment, hosts)
+        assert (command[:3], command[-3:]) == (["mpirun", "-n", "2"], ["job.train", "--lr", "1"])
+        assert name in command
+        assert "--include=a:0,1,2,3@b:0,1,2,3" in command
     assert environment == {"HOME": "/root", "A": "4(x2)", "B": "1"}
+    assert SlurmRunner(options, encode_world_info(hosts)).get_cmd(environment, hosts)[0] == "srun"
 
 
 def test_ranks_of_one_host_meet_there():

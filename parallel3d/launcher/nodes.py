@@ -1,0 +1,236 @@
+"""Start the launcher on each of several hosts, by ssh, mpirun or srun, and end it there."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import secrets
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from parallel3d.comm.membership import TOKEN
+from parallel3d.errors import ConfigError
+from parallel3d.launcher.guard import LIFELINE
+from parallel3d.launcher.options import GRACE_S
+
+LOCAL = "localhost"
+ENVIRONMENT_FILES = (os.environ.get("DS_ENV_FILE", ".deepspeed_env"), ".parallel3d_env")
+"""Files of a user, at home or in the working directory, with lines NAME=VALUE for the environment of all hosts."""
+
+_PASSED_ON = ("CUDA_", "GLOO_", "MLFLOW", "NCCL", "OMP_", "PARALLEL3D_", "PYTHON", "TORCH_", "UCX")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_LOST = 255
+"""ssh's exit code when the connection is lost, or the command was killed by a signal."""
+
+_ALONE_S = 25.0  # until the others are ended when a host has failed; by then they have said why
+_LOOK_S = 0.2
+
+
+@dataclass
+class Starter:
+    """A command that starts the launcher on hosts: what it reads from its input, and its environment besides this one's."""
+
+    hosts: str
+    command: Sequence[str]
+    script: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        set_ = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        line = " ".join([*set_, shlex.join(self.command)])
+        return f"{line} <<'END'\n{self.script}END" if self.script else line
+
+
+def launch_nodes(options: argparse.Namespace, hosts: Mapping[str, list[int]]) -> int:
+    """Start all hosts, and return the job's exit code: that of the first that failed by itself. Raises ConfigError.
+
+    A host that is lost, by its connection or a signal, leaves the others to decide; they end, or go on by max_restarts.
+    """
+    if options.dry_run:
+        for starter in starters(options, hosts, exports()):
+            print(starter)
+        return 0
+    # Handed over by standard input and the environment: it is in no list of processes.
+    token = {TOKEN: os.environ.get(TOKEN) or secrets.token_hex(32)}
+    started: list[tuple[str, subprocess.Popen[bytes]]] = []
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        for starter in starters(options, hosts, exports() | token):
+            # Their own sessions, so that Ctrl-C comes to this process alone.
+            process = subprocess.Popen(  # noqa: S603 (quoted)
+                starter.command,
+                stdin=subprocess.PIPE,
+                env=os.environ | starter.environment,
+                start_new_session=True,
+            )
+            started.append((starter.hosts, process))
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):  # it has ended, and said why
+                process.stdin.write(starter.script.encode())
+                process.stdin.flush()
+        return _wait(started, options.max_restarts)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    finally:
+        _end([process for _, process in started])
+
+
+def starters(
+    options: argparse.Namespace, hosts: Mapping[str, list[int]], variables: Mapping[str, str]
+) -> list[Starter]:
+    """Return the commands that start the hosts with these variables. Raises ConfigError."""
+    launcher = options.launcher.lower()
+    node = _node_command(options, hosts)
+    if launcher not in ("ssh", "pdsh"):
+        if options.venv_script:
+            node = ["sh", "-c", '. "$0" && exec "$@"', options.venv_script, *node]
+        command = [*_by_manager(launcher, list(hosts), variables), *shlex.split(options.launcher_args), *node]
+        return [Starter(", ".join(hosts), command, environment=variables)]
+    ssh = [
+        "ssh",
+        "-T",
+        *shlex.split(options.launcher_args),
+        *(["-p", str(options.ssh_port)] if options.ssh_port else []),
+    ]
+    ssh += ["-o", "BatchMode=yes", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
+    setup = [f"cd {shlex.quote(os.getcwd())} || exit"]
+    setup += [f"export {name}={shlex.quote(value)}" for name, value in {**variables, LIFELINE: "1"}.items()]
+    setup += [f". {shlex.quote(options.venv_script)} || exit"] if options.venv_script else []
+    found = []
+    for index, host in enumerate(hosts):
+        # After the launcher's name, in front of the script.
+        own = [*node[:3], f"--node_rank={index}", *node[3:]]
+        command = ["sh", "-s"] if is_local(host) else [*ssh, host, "sh -s"]
+        found.append(Starter(host, command, "\n".join([*setup, f"exec {shlex.join(own)}", ""])))
+    return found
+
+
+def _node_command(options: argparse.Namespace, hosts: Mapping[str, list[int]]) -> list[str]:
+    """Return the command of the launcher on one of the hosts, less its index, which mpirun and srun tell it."""
+    address = address_of(options, hosts)
+    slots = "@".join(f"{host}:{','.join(map(str, own))}" for host, own in hosts.items())
+    module = "parallel3d.launcher" + (".deepspeed" if options.prog == "deepspeed" else "")
+    command = [
+        sys.executable,
+        "-m",
+        module,
+        "--no_ssh",
+        "--hostfile=",
+        f"--include={slots}",
+        f"--master_addr={address}",
+    ]
+    command.append(f"--master_port={options.master_port or _free_port(next(iter(hosts)))}")
+    values = {"max_restarts": options.max_restarts, "num_procs": options.num_procs, "log_dir": options.log_dir}
+    if options.bind_core_list:
+        values["bind_core_list"] = ",".join(map(str, options.bind_core_list))
+    command += [f"--{name}={value}" for name, value in values.items() if value]
+    flags = "module no_python no_local_rank bind_cores_to_rank quiet".split()
+    return [*command, *(f"--{name}" for name in flags if getattr(options, name)), *options.command]
+
+
+def _by_manager(launcher: str, hosts: list[str], variables: Mapping[str, str]) -> list[str]:
+    """Return the command by which mpirun or srun starts one launcher per host, free to use all cores there."""
+    number = str(len(hosts))
+    if launcher == "slurm":
+        command = ["srun", "--nodes", number, "--ntasks", number, "--ntasks-per-node", "1", "--export=ALL"]
+        return [*command, "--cpu-bind=none", *([] if hosts == [LOCAL] else ["--nodelist", ",".join(hosts)])]
+    if launcher == "openmpi":
+        command = ["mpirun", "-n", number, "--host", ",".join(f"{host}:1" for host in hosts), "--bind-to", "none"]
+        return [*command, *(word for name in variables for word in ("-x", name))]
+    return ["mpirun", "-n", number, "-ppn", "1", "-hosts", ",".join(hosts), "-genvlist", ",".join(variables)]
+
+
+def address_of(options: argparse.Namespace, hosts: Mapping[str, list[int]]) -> str:
+    """Return the address of the first host, where all meet. Raises ConfigError if the others can't reach it."""
+    address: str = options.master_addr or next(iter(hosts))
+    if len(hosts) > 1 and address == LOCAL:
+        raise ConfigError(
+            f"the first of {len(hosts)} hosts is {address}, where the others can't reach it; give --master_addr"
+        )
+    return address
+
+
+def _free_port(host: str) -> int:
+    """Return a free port, so that two jobs don't collide, or DeepSpeed's if the host is another one."""
+    if not is_local(host):
+        return 29500
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def _wait(started: Sequence[tuple[str, subprocess.Popen[bytes]]], max_restarts: int) -> int:
+    """Wait for the hosts' ends, and return the job's exit code."""
+    codes: dict[str, int] = {}
+    failed, end = [], float("inf")
+    while len(codes) < len(started) and time.monotonic() < end:
+        for host, process in started:
+            code = process.poll()
+            if code is None or host in codes:
+                continue
+            codes[host] = code
+            is_lost = code == _LOST or code < 0
+            if is_lost:
+                print(f"parallel3d: {host} is lost ({process.args[0]!r}: exit code {code})", file=sys.stderr)  # type: ignore[index]
+            elif code:
+                failed.append(code)
+            if code and not (is_lost and max_restarts):
+                end = min(end, time.monotonic() + _ALONE_S)
+        time.sleep(_LOOK_S)
+    lost = [code for code in codes.values() if code]
+    if failed or (lost and 0 not in codes.values()) or len(codes) < len(started):
+        return next(iter([*failed, *(abs(code) for code in lost), 1]))
+    return 0
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End the hosts' launchers by closing their lifelines, and what has no lifeline by a signal."""
+    for process in processes:
+        if process.stdin is not None:
+            with suppress(OSError):
+                process.stdin.close()
+        if process.poll() is None and process.args[0] in ("mpirun", "srun"):  # type: ignore[index,operator]
+            process.terminate()
+    end = time.monotonic() + 2 * GRACE_S
+    for process in processes:
+        try:
+            process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def exports() -> dict[str, str]:
+    """Return the environment that goes to all hosts: some variables of this one, and the lines of the user's files."""
+    found = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
+    found.pop("CUDA_VISIBLE_DEVICES", None)
+    for path in (folder / name for folder in (Path.home(), Path()) for name in ENVIRONMENT_FILES):
+        for line in path.read_text().splitlines() if path.is_file() else ():
+            name, is_set, value = line.partition("=")
+            if line.strip() and not line.startswith("#"):
+                if not is_set or not _VARIABLE.fullmatch(name.strip()):
+                    raise ConfigError(f"{path}: {line!r} is no variable; write lines as NAME=VALUE")
+                found[name.strip()] = value
+    return {name: value for name, value in found.items() if _VARIABLE.fullmatch(name)}
+
+
+def is_local(host: str) -> bool:
+    """Return whether a name is this host's own, to which no ssh is needed."""
+    if host == LOCAL or host in (socket.gethostname(), socket.getfqdn()):
+        return True
+    try:
+        with socket.socket() as own:
+            own.bind((socket.gethostbyname(host), 0))  # an address of another host can't be bound
+    except OSError:
+        return False
+    return True
