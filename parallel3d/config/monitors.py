@@ -78,7 +78,7 @@ class RunRecordConfig(Section):
     """A folder of a training's values and measurements, for `p3d report` and to correct the planner."""
 
     directory: NonEmpty | None = own_key(
-        None, "a folder for metrics.jsonl, run_record.json and timeline.json, or null for none"
+        None, "a folder for metrics.jsonl, run_record.json and step_timeline.json, or null for none"
     )
     after_steps: Positive = own_key(10, "a whole number of steps >= 1, after which 4 are recorded")
 

@@ -23,7 +23,7 @@ from parallel3d.monitor.records import PARTS, StepRecord, break_down, instructio
 from parallel3d.schedule.instructions import Instruction, Op
 from parallel3d.schedule.timing import Span, Timeline
 
-FILE_NAME, TIMELINE = "run_record.json", "timeline.json"
+FILE_NAME, TIMELINE = "run_record.json", "step_timeline.json"
 Stored = TypeVar("Stored", bound=BaseModel)
 
 

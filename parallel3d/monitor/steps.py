@@ -195,7 +195,7 @@ class StepMonitor:
         """Begin a step, counted from 1. samples: trained on so far."""
         self.profiles = self._next
         due = self.prints(step) or self._every is None
-        is_recorded = "time" in self.profiles or (self._times and due) or (self._logs and self.due(step))
+        is_recorded = "time" in self.profiles or (self._times and due) or (self._logs and self.prints(step))
         if is_recorded and self._side is None and self._device.type == "cuda":
             self._side = torch.cuda.Stream(self._device)
         self._step = StepRecorder(self._groups.coordinate("pipe"), self._clock, self._side)

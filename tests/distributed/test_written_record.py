@@ -115,7 +115,7 @@ def real_record(directory: str | None, pipeline: dict[str, Any], zero: int, memo
 def test_the_record_says_what_ran(run_ranks, tmp_path: Path, pipeline: dict[str, Any], zero: int, memory: bool):
     ranks = run_ranks(4, real_record, str(tmp_path / "run"), pipeline, zero, memory)
     record, report, _ = ranks[0]
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"run_record.json", "timeline.json"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"run_record.json", "step_timeline.json"}
     assert read_run_record(tmp_path / "run") == record
     words = parse_layout(record.layout)
     assert (words.stages, words.replicas, words.zero) == (2, 2, zero)

@@ -5,7 +5,7 @@ python tools/bench/monitors.py --steps 300 --layers 12 --hidden 768
 A decoder is trained with each monitor in turn whose package is installed (tensorboard, csv_monitor, wandb offline, mlflow's
 file store, the folder of `run_record`), with all of them, and with none; values are due every tenth step, and nothing is
 printed. What counts: the calls of the step monitor at a step's begin and end, and of the monitors' collecting and writing, on
-the host's clock; waits for the device in due steps, to read the events of recorded times, are in it.
+the host's clock.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def write_run(folder: Path, note: str = "", steps: int = 2000) -> None:
     memory: dict[str, Any] = {"allocated": 5 * GIB, "reserved": 6 * GIB, "outside": GIB, "capacity": 80 * GIB}
     ranks = [RankRecord(rank=r, stage=r, device="H200", parts=parts, **memory) for r in range(2)]
     make_record(instructions=MEDIANS, ranks=ranks).write(folder)
-    (folder / "timeline.json").write_text(StepTimeline(spans=SPANS).model_dump_json())
+    (folder / "step_timeline.json").write_text(StepTimeline(spans=SPANS).model_dump_json())
     error = Raised(f"ValueError{note}", "odd", "Traceback: ...", follows=False)
     own = Report(1, 1, "h", State.FAILED, place=Place("the schedule", 7, instruction="B0@1"), error=error)
     verdict = Verdict(Kind.FAILED, 1, 1, "h", f"rank 1 failed{note}", own.place, error, 0.0, (0,))
@@ -177,7 +177,7 @@ def test_live_it_shows_what_is_there_to_this_host_alone(driver: Any, tmp_path: P
     [
         ("metrics.jsonl", '{"samples": 4}\n', "is no file of a training's steps"),
         ("metrics.jsonl", '{"config": {}}\n{"train_loss": "low"}\n', "is no file of a training's steps"),
-        ("timeline.json", '{"spans": [[0, "X0@0", 0, 1]]}', "'X0@0' is not an instruction"),
+        ("step_timeline.json", '{"spans": [[0, "X0@0", 0, 1]]}', "'X0@0' is not an instruction"),
         ("failure-0.json", '{"verdict": 3}', "is no report of a failure"),
         ("run_record.json", "{", "is no run record"),
     ],
