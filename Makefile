@@ -9,6 +9,9 @@ LAYOUT ?= pp2,dp2
 ARGS ?=
 FUZZ_SECONDS ?= 3600
 TORCH ?= 2.11.0
+# Hundreds of processes import the package, and those of readme PyTorch as it was unpacked: each would compile it anew where the
+# environment says not to keep that.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: setup train test test-all test-versions clusters readme docs fuzz lint clean
 
@@ -27,8 +30,6 @@ train: $(PACKAGE)
 	$(BIN)/parallel3d --num_procs $(LAYOUT) examples/train_gpt.py --layout $(LAYOUT) $(ARGS)
 
 # Three at a time, as what runs on many processes waits most of the time; neighbours stay together, for what they share.
-# Hundreds of processes import the package: each would compile it anew where the environment says not to keep that.
-test: export PYTHONDONTWRITEBYTECODE =
 test: setup
 	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
+import pickle
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from allpairspy import AllPairs
@@ -81,6 +84,27 @@ def every_second_case(items: list[pytest.Item]) -> set[pytest.Item]:
 @pytest.fixture(scope="session")
 def full(pytestconfig: pytest.Config) -> bool:
     return bool(pytestconfig.getoption("--full"))
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], Any]], tuple[Path, Any]]:
+    """`made_once(name, make)` returns a folder and the result of make(folder), which one worker calls for all of them.
+
+    The tests of a module are spread over workers, and each would set up the module's fixtures for itself.
+    """
+
+    def once(name: str, make: Callable[[Path], Any]) -> tuple[Path, Any]:
+        own = tmp_path_factory.getbasetemp()
+        folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / name
+        folder.mkdir(exist_ok=True)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            result = folder / "made.pickle"
+            if not result.exists():
+                result.write_bytes(pickle.dumps(make(folder)))
+            return folder, pickle.loads(result.read_bytes())
+
+    return once
 
 
 @pytest.fixture(scope="session")

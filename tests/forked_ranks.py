@@ -1,14 +1,15 @@
 """A launcher whose ranks are forks of it, so that they need not import torch: `python -m forked_ranks parallel3d.launcher ...`.
 
 It starts them by subprocess.Popen as ever, but each goes on in this process's copy instead of executing Python. Before the
-launcher's name, `--import MODULE` says what else is imported here for all ranks.
+launcher's name, `--import MODULE` says what else is imported here for all ranks. Modules of Hugging Face, which look for
+DeepSpeed when they are imported, are imported anew where there is a package of that name.
 """
 
 from __future__ import annotations
 
 import atexit
 import gc
-import importlib
+import importlib.util
 import os
 import runpy
 import signal
@@ -74,9 +75,17 @@ def run(program: Any, *args: Any) -> int:
     return 0
 
 
+def forget(packages: Sequence[str]) -> None:
+    for name in list(sys.modules):
+        if name.partition(".")[0] in packages:
+            del sys.modules[name]
+
+
 if __name__ == "__main__":
     subprocess_handler.Popen = fork_rank
     del sys.argv[0]
+    if importlib.util.find_spec("deepspeed") is not None:
+        forget(["accelerate", "transformers", "peft"])
     while sys.argv[0] == "--import":
         importlib.import_module(sys.argv[1])
         del sys.argv[:2]

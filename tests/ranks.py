@@ -139,10 +139,9 @@ class RankPool:
     def _collect(self, n: int, timeout: float, patience: float, good: Sequence[str]) -> dict[int, tuple[str, Any]]:
         """Return each rank's next result, of these statuses. Raises RankError."""
         told = self._wait(n, timeout, patience)
-        failed = {rank: value for rank, (status, value) in told.items() if status not in good}
-        if failed:
+        if any(status not in good for status, _ in told.values()):
             self._stop_workers()
-            raise RankError(failed)
+            raise RankError({rank: value for rank, (status, value) in told.items() if status != "ok"})
         return told
 
     def _wait(self, n: int, timeout: float, patience: float) -> dict[int, tuple[str, Any]]:

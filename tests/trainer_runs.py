@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import json
 import os
 import socket
 import subprocess
 import sys
 import zipfile
-from functools import wraps
+from collections.abc import Sequence
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +106,10 @@ def _free_port() -> int:
 
 
 def _launch(
-    directory: Path, module: str, configs: dict[str, Any], *launcher: str, cuda: bool = False
+    directory: Path, module: str, configs: dict[str, Any], *launcher: str, cuda: bool = False, more: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Run main(model, directory, configs) of a module on a launcher's ranks; return what it has written."""
-    arguments = str(directory / "model"), str(directory), json.dumps(configs)
+    """Run main(model, directory, configs, *more) of a module on a launcher's ranks; return what it has written."""
+    arguments = str(directory / "model"), str(directory), json.dumps(configs), *more
     script = str(Path(__file__).parent / f"{module}.py")
     imports = "transformers.trainer", "transformers.models.llama.modeling_llama", "peft"
     environment = environment_of(directory)
@@ -123,11 +125,11 @@ def _launch(
 
 
 def run_job(
-    directory: Path, module: str, configs: dict[str, Any], world: int = 2, cuda: bool = False
+    directory: Path, module: str, configs: dict[str, Any], *more: str, world: int = 2, cuda: bool = False
 ) -> dict[str, Any]:
     """Train on some ranks of torchrun's, on the CPU or each on a GPU."""
     torchrun = "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)
-    return _launch(directory, module, configs, *torchrun, cuda=cuda)
+    return _launch(directory, module, configs, *torchrun, cuda=cuda, more=more)
 
 
 def launch_job(directory: Path, module: str, deepspeed: dict[str, Any], configs: dict[str, Any]) -> dict[str, Any]:
@@ -177,7 +179,7 @@ def num_engine_states() -> int:
     from parallel3d.engine.update import WeightUpdate
 
     gc.collect()
-    return sum(isinstance(found, WeightUpdate) for found in gc.get_objects())
+    return sum(type(found) is WeightUpdate for found in gc.get_objects())
 
 
 def train(model: Path, out: Path, config: dict[str, Any] | None, kind: str, resumes: bool = False) -> dict[str, Any]:
@@ -227,8 +229,8 @@ def train(model: Path, out: Path, config: dict[str, Any] | None, kind: str, resu
     }
 
 
-def main(model: str, out: str, configs: str) -> None:
-    """Train with each configuration of a JSON mapping, resume each, and write what happened. Collective.
+def main(model: str, out: str, configs: str, *not_resumed: str) -> None:
+    """Train with each configuration of a JSON mapping, resume each but some, and write what happened. Collective.
 
     Only two ranks train from the start; others resume what these have saved, with the same samples a step.
     """
@@ -236,12 +238,13 @@ def main(model: str, out: str, configs: str) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    importlib.metadata.metadata = cache(importlib.metadata.metadata)  # accelerate reads it a thousand times
     found = {}
     for name, config in json.loads(configs).items():
         directory, kind = Path(out) / name, name.partition(",")[0]
         if os.environ["WORLD_SIZE"] == "2":
             found[name] = train(Path(model), directory, config, kind)
-        if kind not in NOT_RESUMED:
+        if kind not in NOT_RESUMED and name not in not_resumed:
             found[f"{name}, resumed"] = train(Path(model), directory, config, kind, resumes=True)
     if os.environ["RANK"] == "0":
         (Path(out) / "found.json").write_text(json.dumps(found))

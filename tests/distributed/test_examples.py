@@ -61,8 +61,8 @@ def run_all() -> dict[str, tuple[Any, str]]:
 
 
 @pytest.fixture(scope="module")
-def ranks(rank_pool: RankPool) -> list[dict[str, tuple[Any, str]]]:
-    return rank_pool.run(4, run_all)
+def ranks(rank_pool: RankPool, made_once: Any) -> list[dict[str, tuple[Any, str]]]:
+    return made_once("examples", lambda _: rank_pool.run(4, run_all))[1]
 
 
 def learn(

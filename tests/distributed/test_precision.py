@@ -207,6 +207,7 @@ AUTOCASTS = {
 }
 
 
+@pytest.mark.every_second
 @pytest.mark.parametrize(
     ("kind", "zero"), [*product(["1f1b", "zb-h1", "plain"], [ZERO[1]]), ("1f1b", SHARDED_WEIGHTS)], ids=str
 )

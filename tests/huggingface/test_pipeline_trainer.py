@@ -49,17 +49,16 @@ def run(directory: Path, cases: dict[str, Case], world: int) -> dict[str, Any]:
     return run_job(directory, "pipeline_trainer_runs", cases, world=world)
 
 
+def run_on_two(directory: Path) -> dict[str, Any]:
+    config, replicas, options = ON_TWO["pp2"]
+    cases = {**REFUSED_ON_TWO, **ON_TWO, "pp2": (None, replicas, options)}
+    runs = launch_job(directory, "pipeline_trainer_runs", config, cases)
+    return runs | run(directory, {**PLAIN, **REFUSING}, 1)
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    directory = tmp_path_factory.mktemp("pipelines")
-    _, replicas, options = ON_TWO["pp2"]
-    runs = launch_job(
-        directory,
-        "pipeline_trainer_runs",
-        ON_TWO["pp2"][0],
-        {**REFUSED_ON_TWO, **ON_TWO, "pp2": (None, replicas, options)},
-    )
-    return directory, runs | run(directory, {**PLAIN, **REFUSING}, 1)
+def found(made_once: Any) -> tuple[Path, dict[str, Any]]:
+    return made_once("pipelines", run_on_two)
 
 
 @pytest.fixture(scope="module")

@@ -38,6 +38,9 @@ CONFIGS: dict[str, dict[str, Any] | None] = {
 }
 
 
+# Without --full: other cases have each setting of these in another company.
+FULL_ONLY = ("twice, stage 1", "adapters, stage 2")
+NOT_RESUMED_BUT_FULL = ("ddp", "adapters, ddp", "stage 0", "stage 3", *FULL_ONLY)
 RESUMED_ALONE = ("stage 1", "stage 3, offload", "adapters, stage 3")
 
 
@@ -47,16 +50,31 @@ def alike(name: str) -> str:
     return f"{kind}, ddp" if f"{kind}, ddp" in CONFIGS else "ddp"
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    full, test = metafunc.config.getoption("full"), metafunc.function
+    if test is test_a_training_is_that_of_ddp:
+        trained = [name for name, config in CONFIGS.items() if config is not None]
+        metafunc.parametrize("name", [name for name in trained if full or name not in FULL_ONLY])
+    elif test is test_a_resumed_training_ends_as_one_without_a_break:
+        resumed = [name for name in CONFIGS if not name.startswith(NOT_RESUMED)]
+        cases = [(name, "") for name in resumed if full or name not in NOT_RESUMED_BUT_FULL]
+        metafunc.parametrize(("name", "by"), [*cases, *((name, " by one rank") for name in RESUMED_ALONE)])
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """What two ranks did with each configuration."""
-    directory = tmp_path_factory.mktemp("trainer")
-    runs = run_job(directory, "trainer_runs", CONFIGS)
-    alone = run_job(directory, "trainer_runs", {name: CONFIGS[name] for name in RESUMED_ALONE}, world=1)
-    return directory, runs | {f"{name} by one rank": run for name, run in alone.items()}
+def found(made_once: Any, full: bool) -> tuple[Path, dict[str, Any]]:
+    """What two ranks did with each configuration, and one with some."""
+    left_out = () if full else NOT_RESUMED_BUT_FULL
+    configs = {name: config for name, config in CONFIGS.items() if full or name not in FULL_ONLY}
+
+    def run(directory: Path) -> dict[str, Any]:
+        runs = run_job(directory, "trainer_runs", configs, *left_out)
+        alone = run_job(directory, "trainer_runs", {name: CONFIGS[name] for name in RESUMED_ALONE}, world=1)
+        return runs | {f"{name} by one rank": run for name, run in alone.items()}
+
+    return made_once("trainer", run)
 
 
-@pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if config is not None])
 def test_a_training_is_that_of_ddp(found: tuple[Path, dict[str, Any]], name: str):
     directory, runs = found
     wanted = runs[alike(name)]
@@ -75,13 +93,6 @@ def test_a_training_is_that_of_ddp(found: tuple[Path, dict[str, Any]], name: str
         assert own[key].numpy() == pytest.approx(weight.numpy(), abs=1e-5), key
 
 
-@pytest.mark.parametrize(
-    ("name", "by"),
-    [
-        *((name, "") for name in CONFIGS if not name.startswith(NOT_RESUMED)),
-        *((name, " by one rank") for name in RESUMED_ALONE),
-    ],
-)
 def test_a_resumed_training_ends_as_one_without_a_break(found: tuple[Path, dict[str, Any]], name: str, by: str):
     _, runs = found
     own, whole = runs[f"{name}, resumed{by}"], runs[alike(name)]
