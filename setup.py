@@ -56,6 +56,12 @@ README = re.sub(
     (ROOT / "README.md").read_text(),
 )
 
+MONITORS = {
+    "tensorboard": ["tensorboard>=2.15"],
+    "wandb": ["wandb>=0.19"],
+    "comet": ["comet_ml>=3.47"],
+    "mlflow": ["mlflow-skinny>=2.14"],
+}
 PLOT = ["matplotlib>=3.8"]
 EXAMPLES = ["scikit-learn>=1.5"]
 HUGGINGFACE = ["accelerate>=1.10", "peft>=0.17", "trl>=1.0", "datasets>=4"]
@@ -70,12 +76,15 @@ TEST = [
     "import-linter>=2.0",
     "types-PyYAML",
     "types-networkx",
-    "transformers>=5",
+    "transformers>=5.24",
     "accelerate>=1.10",
     "peft>=0.17",
     "torchdata>=0.11",
     "selenium>=4.20",
     "sybil>=9",
+    *MONITORS["tensorboard"],
+    *MONITORS["wandb"],
+    *MONITORS["mlflow"],
 ]
 
 setup(
@@ -103,7 +112,7 @@ setup(
         "parallel3d": ["py.typed"],
         "parallel3d.config": ["known_keys.yaml"],
         "parallel3d.schedule": ["*.jinja"],
-        "parallel3d.planner.cluster": ["presets.yaml"],
+        "parallel3d.costs": ["devices.yaml"],
         "parallel3d.planner.search": ["models.yaml"],
         "parallel3d.planner.report": ["page/*"],
     },
@@ -123,6 +132,7 @@ setup(
     ],
     extras_require={
         "plot": PLOT,
+        **MONITORS,
         "examples": EXAMPLES,
         "huggingface": HUGGINGFACE,
         "docs": DOCS,

@@ -81,7 +81,7 @@ class Attention(nn.Module):
         """Rotary position embedding. x: [batch, seq, heads, head_dim]. arXiv:2104.09864."""
         seq = x.shape[1]
         first, second = x.chunk(2, dim=-1)
-        cos, sin = self.cos[:seq, None], self.sin[:seq, None]
+        cos, sin = (t[:seq, None].to(x.dtype) for t in (self.cos, self.sin))
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
     def forward(self, x: Tensor) -> Tensor:

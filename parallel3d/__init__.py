@@ -99,8 +99,8 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        name = fullname.removeprefix(f"{__name__}.")
-        if name != "arguments" and _PACKAGES.get(name, name) == name:
+        package, _, name = fullname.rpartition(".")
+        if package != __name__ or (name != "arguments" and _PACKAGES.get(name, name) == name):
             return None
         alias = import_module("parallel3d.deepspeed.aliases").Alias
         return spec_from_loader(fullname, alias(sys.modules.pop(fullname)), is_package=True)

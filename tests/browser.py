@@ -69,3 +69,41 @@ def emulate(driver: Any, media: str = "", scheme: str = "light") -> None:
     """media: "print" or "" for the screen; scheme: "light" or "dark"."""
     features = [{"name": "prefers-color-scheme", "value": scheme}]
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": media, "features": features})
+
+
+# Of each visible text: its contrast with its ground by WCAG 2, and what it is.
+_CONTRAST = """
+const parse = c => c.match(/[\\d.]+/g).map(Number);
+const light = c => { const [r, g, b] = c.map(v => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+const ground = e => { for (; e; e = e.parentElement) { const c = parse(getComputedStyle(e).backgroundColor);
+  if (c.length < 4 || c[3] > 0) return c.slice(0, 3); } return [255, 255, 255]; };
+const out = [];
+for (const e of document.querySelectorAll("body *:not(script, noscript, #tip)")) {
+  if (![...e.childNodes].some(n => n.nodeType === 3 && n.data.trim()) || !e.getClientRects().length) continue;
+  const style = getComputedStyle(e), ink = parse(e.ownerSVGElement ? style.fill : style.color).slice(0, 3);
+  const [a, b] = [light(ink), light(ground(e))];
+  out.push([(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), e.tagName + ": " + e.textContent.slice(0, 40)]);
+}
+return out;
+"""
+
+
+def too_faint(driver: Any) -> list[str]:
+    """The texts of a page whose contrast is below WCAG's 4.5; all details are opened for it."""
+    driver.execute_script("document.querySelectorAll('details').forEach(d => { d.open = true; })")
+    driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+    measured = driver.execute_script(_CONTRAST)
+    assert len(measured) > 30
+    return [what for ratio, what in measured if ratio < 4.5]
+
+
+@contextmanager
+def width(driver: Any, pixels: int) -> Iterator[None]:
+    """A window this wide."""
+    metrics = {"width": pixels, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        yield
+    finally:
+        driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

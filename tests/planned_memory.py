@@ -169,8 +169,8 @@ def predict(
     lifetimes = (
         None if sharded is None else sharded.lifetimes(live_limits(config.zero_optimization, sharded.elements)[0])
     )
-    added = None if lifetimes is None else (lifetimes, lambda program: ())
-    program = Programs().simulation(layout, buckets, policy, layout.micro_batches, sharded=added).program
+    added = None if lifetimes is None else (lifetimes, ())
+    program, _ = Programs().make(layout, buckets, policy, layout.micro_batches, sharded=added)
     replay = MemoryReplay.of(program)
     between, stage_numbers = [], range(layout.stages)
     for stage in stage_numbers:

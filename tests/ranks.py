@@ -11,14 +11,17 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from parallel3d.errors import Parallel3DError
 
 
 class RankError(AssertionError):
@@ -64,7 +67,11 @@ def _take_part(connection: Connection, store: dist.Store, device: str) -> None:
         where = torch.device("cuda", rank) if backend == "nccl" else None
         prefixed = dist.PrefixStore(f"run{run}", store)
         dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, device_id=where)
-        connection.send_bytes(pickle.dumps(("ok", function(*args))))
+        try:
+            result = pickle.dumps(("ok", function(*args)))
+        except Parallel3DError:
+            result = pickle.dumps(("refused", traceback.format_exc()))
+        connection.send_bytes(result)
         connection.recv_bytes()  # all are through; before that, another rank may still be connecting to this one
         dist.destroy_process_group()
         result = ("ok", None)
@@ -76,7 +83,11 @@ def _take_part(connection: Connection, store: dist.Store, device: str) -> None:
 def warm_context() -> multiprocessing.context.ForkServerContext:
     """Return the context of processes that have imported what takes long, by the one server of this test process."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "parallel3d.parity.check", "pytest", "ranks"])
+    names = ["torch", "torch._dynamo", "parallel3d.parity.check", "pytest", "ranks"]
+    if not torch.backends.cuda.is_built():  # these look for CUDA, which no fork can use after that
+        names += ["torch._inductor.compile_fx", "transformers.models.llama.modeling_llama", "peft"]
+    context.set_forkserver_preload(names)
+    forkserver.ensure_running()  # before anything else starts it without these
     return context
 
 
@@ -97,19 +108,25 @@ class RankPool:
     def run(
         self, n: int, function: Callable[..., Any], *args: Any, timeout: float = 120, patience: float = 5
     ) -> list[Any]:
-        """patience: seconds that the others are given once a rank has raised, for their own results."""
+        """patience: seconds that the others are given once a rank has raised, for their own results.
+
+        The processes of ranks that the package has refused something, by an error of its own, serve the next run too.
+        """
         while len(self._workers) < n:
             self._start()
         self._runs += 1
         payload = pickle.dumps((function, args))
         for rank in range(n):
             self._workers[rank][1].send_bytes(pickle.dumps((self._runs, rank, n, sys.path, payload)))
-        results = self._collect(n, timeout, patience)
+        results = self._collect(n, timeout, patience, ("ok", "refused"))
         for rank in range(n):
             with suppress(ConnectionError):  # one that has died since is an error of the next line
                 self._workers[rank][1].send_bytes(b"all are through")
-        self._collect(n, timeout, patience)
-        return results
+        self._collect(n, timeout, patience, ("ok",))
+        refused = {rank: value for rank, (status, value) in results.items() if status == "refused"}
+        if refused:
+            raise RankError(refused)
+        return [results[rank][1] for rank in range(n)]
 
     def _start(self) -> None:
         ours, theirs = self._context.Pipe()
@@ -119,14 +136,14 @@ class RankPool:
         theirs.close()
         self._workers.append((process, ours))
 
-    def _collect(self, n: int, timeout: float, patience: float) -> list[Any]:
-        """Return the next result of each rank, in order. Raises RankError."""
+    def _collect(self, n: int, timeout: float, patience: float, good: Sequence[str]) -> dict[int, tuple[str, Any]]:
+        """Return each rank's next result, of these statuses. Raises RankError."""
         told = self._wait(n, timeout, patience)
-        failed = {rank: value for rank, (status, value) in told.items() if status != "ok"}
+        failed = {rank: value for rank, (status, value) in told.items() if status not in good}
         if failed:
             self._stop_workers()
             raise RankError(failed)
-        return [told[rank][1] for rank in range(n)]
+        return told
 
     def _wait(self, n: int, timeout: float, patience: float) -> dict[int, tuple[str, Any]]:
         """Return the ranks' results; once one has failed, the others may wait for it forever."""

@@ -28,6 +28,7 @@ from parallel3d.checkpoint.pending import PendingSave, sync, write_file
 from parallel3d.comm.coordination import CollectiveDecision
 from parallel3d.config import CheckpointConfig
 from parallel3d.errors import CheckpointError
+from parallel3d.logs import logger
 
 Json = dict[str, Any]
 # How long a process that ends by an exception waits for what it saves.
@@ -123,7 +124,7 @@ class Saver:
     def _fail_at_exit(self) -> None:
         """End the process with exit code 1 if its last save failed, which no later call has raised."""
         if self._error is not None:
-            print(f"parallel3d: exit code 1, as the last checkpoint was not saved: {self._error}", file=sys.stderr)
+            logger.error("parallel3d: exit code 1, as the last checkpoint was not saved: %s", self._error)
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)  # Python has no other way to change its exit code now

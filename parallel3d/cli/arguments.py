@@ -22,7 +22,17 @@ def make_parser() -> Parser:
     parser = Parser(prog="p3d", description="Tools around a training with parallel3d.")
     parser.add_version()
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_config, _add_check, _add_ckpt, _add_plan, _add_kernels, _add_deepspeed, _add_completion):
+    for add in (
+        _add_config,
+        _add_check,
+        _add_ckpt,
+        _add_plan,
+        _add_report,
+        _add_trace,
+        _add_kernels,
+        _add_deepspeed,
+        _add_completion,
+    ):
         add(commands)
     return parser
 
@@ -175,6 +185,38 @@ def _add_plan(commands: Any) -> None:
     option("--calibrate", **runs, help="correct the predictions by these recorded runs")
     option("--compare", **runs, help="print predicted and measured values of these runs, and end")
     option("--calibration", metavar="FILE", help="corrections that an earlier --calibrate wrote")
+
+
+def _add_report(commands: Any) -> None:
+    parser = commands.add_parser(
+        "report",
+        help="make a page of a training",
+        description="Make one HTML page, which needs no network, of what a training with run_record.directory has written so "
+        "far: loss, throughput, memory by rank, the timeline of a step measured and planned, and failures.",
+    )
+    parser.add_argument("run_directory", type=Path, metavar="RUN", help="the directory")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: RUN/report.html)")
+    parser.add_argument("--plan", type=Path, metavar="DIR", help="output of p3d plan, whose timeline is shown")
+    parser.add_argument(
+        "--serve",
+        nargs="?",
+        const=8000,
+        type=int,
+        metavar="PORT",
+        help="show the page live to browsers of this host instead, at its loopback address alone (default: 8000)",
+    )
+    parser.set_defaults(run="report:run")
+
+
+def _add_trace(commands: Any) -> None:
+    parser = commands.add_parser(
+        "trace",
+        help="make one trace for Perfetto of a run's",
+        description="Make one trace, which ui.perfetto.dev opens, of those that engine.profile has written on all ranks.",
+    )
+    parser.add_argument("run_directory", type=Path, metavar="RUN", help="directory with trace-RANK.json.gz")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: RUN/trace.json.gz)")
+    parser.set_defaults(run="trace:run")
 
 
 def _share(text: str) -> float:

@@ -44,6 +44,7 @@ from parallel3d.comm.environment import (
     local_device,
 )
 from parallel3d.comm.log import LOG
+from parallel3d.logs import logger
 
 inference_all_reduce = all_reduce  # DeepSpeed has an implementation of its own, on the CPU
 
@@ -77,4 +78,4 @@ def log_summary(show_straggler: bool = False) -> None:
     if show_straggler:
         all_gather_object(everyone, LOG.seconds)
     if get_rank() == 0:
-        print(LOG.summary(everyone) if LOG.settings else "no collectives: set comms_logger.enabled to true")
+        logger.info("%s", LOG.summary(everyone) if LOG.settings else "no collectives: set comms_logger.enabled to true")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from parallel3d.logs import logger
 
 if TYPE_CHECKING:
     from parallel3d.config.monitors import CommsLoggerConfig
@@ -48,7 +49,7 @@ class CollectivesLog:
         _synchronize(device)
         self.seconds.setdefault(call, []).append(time.perf_counter() - begin)
         if self.settings is not None and self.settings.verbose:
-            logging.getLogger("parallel3d").info("%s", _row(call, self.seconds[call][-1:], None))
+            logger.info("%s", _row(call, self.seconds[call][-1:], None))
 
     def summary(self, everyone: Sequence[dict[Call, list[float]]] = ()) -> str:
         """Return a table of the calls. everyone: `seconds` of all ranks, for what the slowest of them has cost this one."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, SecretStr
 
-from parallel3d.config.section import NonEmpty, NonNegative, Positive, Section, key, keys_of, read_only
+from parallel3d.config.section import NonEmpty, NonNegative, Positive, Section, key, keys_of, own_key, read_only
 
 _FOLDER = 'a folder, or "" for the working directory'
 
@@ -50,6 +50,42 @@ class CometConfig(Section):
     experiment_key: NonEmpty | None = key(None, "the key of an experiment to go on with, or null")
     online: bool | None = key(None, "true or false, or null to leave it to Comet")
     mode: Literal["get", "create", "get_or_create"] | None = key(None, '"get", "create", "get_or_create" or null')
+
+
+class MlflowConfig(Section):
+    """A run of MLflow: the one that is active when the first step ends, else a new one."""
+
+    enabled: bool = own_key(False, "true or false")
+    tracking_uri: NonEmpty | None = own_key(None, "a server, database or folder, or null for MLflow's default")
+    experiment_name: NonEmpty | None = own_key(None, "the name of an experiment, or null for MLflow's default")
+    run_name: NonEmpty | None = own_key(None, "a name of the run, or null")
+
+
+class MonitorConfig(Section):
+    """The progress of steps on a terminal, and the peak for MFU."""
+
+    progress: bool | Positive = own_key(
+        False, "true for a bar on a terminal instead of the steps' lines, or the whole number of steps of the training"
+    )
+    peak_flops: float | None = own_key(
+        None,
+        "FLOP/s > 0 of a device, of which MFU is the used share, or null for the data sheet's where it is known",
+        gt=0,
+    )
+
+
+class RunRecordConfig(Section):
+    """A folder of a training's values and measurements, for `p3d report` and to correct the planner."""
+
+    directory: NonEmpty | None = own_key(
+        None, "a folder for metrics.jsonl, run_record.json and timeline.json, or null for none"
+    )
+    after_steps: Positive = own_key(10, "a whole number of steps >= 1, after which 4 are recorded")
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is a folder."""
+        return self.directory is not None
 
 
 class FlopsProfilerConfig(Section):

@@ -12,6 +12,9 @@ from parallel3d.config.monitors import (
     CommsLoggerConfig,
     CsvMonitorConfig,
     FlopsProfilerConfig,
+    MlflowConfig,
+    MonitorConfig,
+    RunRecordConfig,
     TensorboardConfig,
     WandbConfig,
 )
@@ -265,13 +268,6 @@ class CheckpointConfig(Section):
     timeout_s: float = own_key(1800.0, "a number of seconds > 0 that ranks wait for each other", gt=0)
 
 
-class RunRecordConfig(Section):
-    """Record of a training's measurements, to which the planner's corrections are fitted."""
-
-    directory: NonEmpty | None = own_key(None, "a folder for run_record.json, or null for none")
-    after_steps: Positive = own_key(10, "a whole number of steps >= 1, after which 4 are recorded")
-
-
 class FailuresConfig(Section):
     """Detection and reports of failures. Timeouts: how long ranks may wait for one that doesn't move; 0: forever."""
 
@@ -366,11 +362,19 @@ class Config(Section):
     csv_monitor: CsvMonitorConfig = CsvMonitorConfig()
     wandb: WandbConfig = WandbConfig()
     comet: CometConfig = CometConfig()
+    mlflow: MlflowConfig = MlflowConfig()
+    monitor: MonitorConfig = MonitorConfig()
     flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
     comms_logger: CommsLoggerConfig = CommsLoggerConfig()
     wall_clock_breakdown: bool = False
     memory_breakdown: bool = False
     dump_state: bool = False
+
+    @property
+    def has_monitors(self) -> bool:
+        """Whether values of the steps are written anywhere."""
+        sections = self.tensorboard, self.csv_monitor, self.wandb, self.comet, self.mlflow, self.run_record
+        return any(section.enabled for section in sections)
 
     @property
     def monitor_config(self) -> Config:

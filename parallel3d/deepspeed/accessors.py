@@ -326,6 +326,7 @@ class DeepSpeedEngine(WritingEngine):
     def destroy(self) -> None:
         """Free gradients, master weights and optimizer state. The weights stay; the engine can't be used any more."""
         if "update" in vars(self):
+            self.monitor.flush()
             self.update.release()
             kept = {"module": self.module, "config": self.config}
             vars(self).clear()

@@ -1,4 +1,4 @@
-"""Engine that writes what DeepSpeed's writes: to monitors, the FLOPs profile, and the script zero_to_fp32.py."""
+"""Engine that writes to monitors, profiles FLOPs, traces steps, and saves the script zero_to_fp32.py as DeepSpeed's does."""
 
 from __future__ import annotations
 
@@ -15,24 +15,47 @@ from parallel3d.deepspeed.profiling.flops_profiler import counting
 from parallel3d.deepspeed.utils.zero_to_fp32 import SCRIPT
 from parallel3d.engine.engine import Engine
 from parallel3d.engine.state import Location
+from parallel3d.errors import ConfigError
+from parallel3d.monitor.traces import StepTracer
 from parallel3d.monitor.writers import MonitorMaster
 
 
 class WritingEngine(Engine):
-    """The engine, with DeepSpeed's outputs."""
+    """The engine, with DeepSpeed's outputs and torch.profiler's."""
 
     @cached_property
     def monitor(self) -> MonitorMaster:
         """The configuration's monitors: `monitor.write_events([(name, value, samples)])` writes values of the script's own."""
-        return MonitorMaster(self.config, self.process_groups.rank == 0)
+        monitor = MonitorMaster(self.config, self.process_groups.rank == 0)
+        monitor.describe(layout=self.reports.layout().text)
+        return monitor
 
     def _finish_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss = super()._finish_step(*args, **kwargs)
         update = self.update
-        scale = {} if update.scaler is None else {"loss_scale": update.loss_scale}
-        rate = update.optimizer.param_groups[0]["lr"]
-        self.monitor.write_step(self.progress.global_samples, train_loss=loss, lr=rate, **scale)
+        values: dict[str, Any] = {"train_loss": loss, "lr": update.optimizer.param_groups[0]["lr"]}
+        if update.scaler is not None:
+            values["loss_scale"] = update.loss_scale
+        if update.grad_norm is not None:
+            values["grad_norm"] = update.grad_norm
+        self.monitor.collect(self.progress.global_samples, {**values, **self.reports.monitor.values})
         return loss
+
+    def profile(self, steps: int, directory: str | Path | None = None, memory: bool = False) -> None:
+        """Trace the next steps by torch.profiler, with the schedule's instructions by name: trace-RANK.json.gz in a directory.
+
+        - directory: by default that of `run_record`. `p3d trace DIRECTORY` makes one trace of all ranks'.
+        - memory: record allocations, too, and on CUDA write torch's snapshot memory-RANK.pickle.
+
+        Collective. Raises ConfigError without a directory, and for less than one step.
+        """
+        chosen = directory or self.config.run_record.directory
+        if chosen is None or steps < 1:
+            raise ConfigError(
+                f"engine.profile({steps}) is to write into {chosen}; give 1 step or more, and a directory, or set "
+                "run_record.directory"
+            )
+        self.reports.trace(StepTracer(steps, Path(chosen), memory, self.process_groups, self.pipeline_module.device))
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Do what Engine's does, and count its FLOPs in the step that `flops_profiler` names."""

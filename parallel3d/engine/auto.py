@@ -15,6 +15,7 @@ from parallel3d.atomic_write import write_whole
 from parallel3d.comm.collectives import all_gather_object
 from parallel3d.config import PipelineConfig
 from parallel3d.errors import ConfigError, ScheduleError
+from parallel3d.logs import logger
 from parallel3d.monitor.memory import MemoryProfile
 from parallel3d.monitor.records import StepRecord, instruction_times, traffic_times
 from parallel3d.monitor.steps import Profile, StepMonitor
@@ -111,7 +112,7 @@ class AutoSchedule:
     def _adopt(self, plan: Plan, how: str) -> None:
         self._programs.replan(plan)
         if self._model.groups.rank == 0:
-            print(f"schedule auto, {how}: {describe(plan)}", flush=True)
+            logger.info("schedule auto, %s: %s", how, describe(plan))
 
     def _measured(self) -> Measured:
         """Return the measurements of all ranks, the same on every rank. Collective."""

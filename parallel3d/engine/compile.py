@@ -21,6 +21,7 @@ from parallel3d.comm.collectives import COMPILE_REASON as COLLECTIVE
 from parallel3d.config import CompileConfig
 from parallel3d.errors import ConfigError
 from parallel3d.kernels.rms_norm import NORM
+from parallel3d.logs import logger
 from parallel3d.pipe.blocks import BlockUnits
 from parallel3d.pipe.layer_choice import choice_rule
 from parallel3d.pipe.module import PipelineModule
@@ -86,7 +87,7 @@ class Compilation:
         if self._model.groups.rank == 0:
             lines = [f"compiled {self.num_layers} layers of rank 0; their graphs break at linears and collectives"]
             lines += [f"  and {count} x: {reason}" for reason, count in breaks.items()]
-            print("\n".join(lines), flush=True)
+            logger.info("%s", "\n".join(lines))
 
     def breaks(self) -> Mapping[str, int]:
         """Return why graphs broke since the last call, other than at split linears and collectives, in all compiled code.

@@ -16,6 +16,7 @@ from parallel3d.config import BatchSizes, Config
 from parallel3d.engine.auto import AutoSchedule
 from parallel3d.engine.calls import StepByCalls, StepProgress, check_metrics
 from parallel3d.engine.compile import Compilation
+from parallel3d.engine.flops import peak_of
 from parallel3d.engine.garbage import GarbageFreezer
 from parallel3d.engine.reports import Reports
 from parallel3d.engine.state import Checkpoints, Location
@@ -79,7 +80,7 @@ class Engine:
         if config.check_numerics:
             numerics = NumericsCheck(model, not precision.checks_overflow, lambda: progress.num_backwards)
         on_value = numerics.gradient if numerics is not None and numerics.checks_gradients else None
-        monitor = StepMonitor(config, model.groups, model.device)
+        monitor = StepMonitor(config, model.groups, model.device, peak_of(model.device))
         hooks = monitor.launched, on_value, lambda parameter: self._calls.begin_own(parameter)
         self.update = WeightUpdate(model, optimizer or idle_optimizer(model), config, precision, *hooks)
         self.reports = Reports(model, config, checkpointer, monitor, self.update, self.data)
@@ -253,6 +254,7 @@ class Engine:
                     return self._calls.forward(args, kwargs, same_stream)
             if torch.is_grad_enabled():
                 self._begin_calls()
+                self.reports.monitor.count_tokens((args, kwargs))
             with self._runner.calling():
                 return self._calls.forward(args, kwargs, self._runner.stream(self.progress.num_backwards))
 
@@ -266,7 +268,7 @@ class Engine:
             monitor.begin(progress.global_steps + 1, progress.global_samples)
             program = self._runner.programs.get(self.data.sizes.num_micro_batches, training=True)
             recorder = monitor.recorder_of(program)
-            progress.begin(recorder.running if recorder is not None else no_record)
+            progress.begin(self.reports.also(recorder.running if recorder is not None else no_record))
 
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
         """Add the gradients of a micro-batch's loss, a tensor of one element, to the step's gradients; return the loss.

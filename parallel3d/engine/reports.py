@@ -6,8 +6,7 @@ import math
 import platform
 import socket
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import partial
@@ -15,23 +14,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel
-from rich.console import Console
-from rich.markup import escape
-from rich.tree import Tree
 from torch import Tensor
+from torch.profiler import record_function
 
+from parallel3d.activity import Phase
+from parallel3d.atomic_write import write_whole
 from parallel3d.autograd.recomputation import Checkpointer
 from parallel3d.comm.collectives import all_gather_object
-from parallel3d.config import BatchSizes, Config
+from parallel3d.config import Config
 from parallel3d.config.layout import Layout
 from parallel3d.engine.calls import StepProgress
+from parallel3d.engine.flops import ForwardFlops
+from parallel3d.engine.state_text import describe_state
 from parallel3d.engine.update import WeightUpdate
 from parallel3d.errors import ConfigError
+from parallel3d.logs import logger
 from parallel3d.monitor.memory import MemoryProfile, MemoryRecorder, memory_table
-from parallel3d.monitor.records import Breakdown
-from parallel3d.monitor.run_record import RankRecord, RunRecord, fingerprint, measure_times
+from parallel3d.monitor.records import Breakdown, StepRecord
+from parallel3d.monitor.run_record import TIMELINE, RankRecord, RunRecord, StepTimeline, fingerprint, measure_times
 from parallel3d.monitor.steps import Profile, StepMonitor
+from parallel3d.monitor.traces import StepTracer
 from parallel3d.parameters import whole_shape
 from parallel3d.pipe.batch import TrainingData
 from parallel3d.pipe.executor import Batch, Recorder, nest, no_record
@@ -39,7 +41,7 @@ from parallel3d.pipe.messages import Messages
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Program
 from parallel3d.schedule.lifetimes import peak_live
-from parallel3d.schedule.timing import Timeline, simulate
+from parallel3d.schedule.timing import Timeline
 from parallel3d.zero.memory import StateBytes, moments_of, predict_state, unit_sizes
 
 # Profiles of the steps after run_record.after_steps.
@@ -64,9 +66,11 @@ class Reports:
     ):
         self.monitor = monitor
         self.memory: MemoryProfile | None = None
+        self._tracer: StepTracer | None = None
         self._model, self._config, self._groups = model, config, model.groups
         self._checkpointer, self._update, self._data = checkpointer, update, data
         self._instructions: Sequence[Instruction] = ()  # of the last training batch
+        self._flops: ForwardFlops | None = None  # of the current step, if they are counted
         self._recorded_steps = 0  # number of steps that count towards run_record.after_steps
 
     def profile_next_batch(self, what: Profile = "time") -> None:
@@ -75,6 +79,10 @@ class Reports:
         The results are those of `timeline` and `time_breakdown`, or of `memory_report`.
         """
         self.monitor.profile_next(what)
+
+    def trace(self, tracer: StepTracer) -> None:
+        """Trace the next steps, with their instructions by name."""
+        self._tracer = tracer
 
     def timeline(self) -> tuple[Program, Timeline]:
         """Return the program of the last recorded batch and its measured timeline, of this rank's pipeline, in seconds.
@@ -106,30 +114,31 @@ class Reports:
         """
         everyone = all_gather_object(self._memory_rows(), self._groups.control)
         if self._groups.rank == 0:
-            print(memory_table(everyone), flush=True)
+            logger.info("%s", memory_table(everyone))
             for what, file in self._update.disks().items():
                 read, written = (rate / 1e9 for rate in file.rates())
                 if read or written:
-                    print(
-                        f"rank 0 read {what} from its disk at {read:.2f} GB/s, and wrote at {written:.2f} GB/s",
-                        flush=True,
-                    )
+                    rates = f"at {read:.2f} GB/s, and wrote at {written:.2f} GB/s"
+                    logger.info("rank 0 read %s from its disk %s", what, rates)
         return everyone
 
     def write_run_record(self, directory: str | Path | None) -> RunRecord:
-        """Return the measurements so far; rank 0 writes them atomically as run_record.json into `directory`.
+        """Return the measurements so far; rank 0 writes them as run_record.json into `directory`, and a step's timeline.
 
         directory: rank 0's is used. The times of instructions come from the last (at most 5) batches after
         `profile_next_batch`, those of a step from the last 32 steps that were not recorded. Collective over all ranks. Raises
         ConfigError on all ranks if no batch was profiled, or the file can't be written.
         """
-        record = self._make_record()
+        program, steps = self.monitor.records()
+        record = self._make_record(program, steps)
         problem: str | None = None
         if self._groups.rank == 0:
             try:
                 if directory is None:
                     raise ConfigError("write_run_record needs a directory on rank 0")
                 record.write(Path(directory))
+                timeline = StepTimeline.of(steps[-1], self._groups.topology)
+                write_whole(Path(directory) / TIMELINE, timeline.model_dump_json() + "\n")
             except (OSError, ConfigError) as error:
                 problem = f"the run record could not be written into '{directory}': {error}; name a directory that is writable"
         problem = all_gather_object(problem, self._groups.control)[0]
@@ -145,8 +154,11 @@ class Reports:
         """
         if batch.training:
             self._instructions = program.instructions[self._model.stage_id]
-        recorder = self.monitor.recorder_of(program, batch.micro_batches[:1]) if batch.training else None
-        record, wait = (recorder.running, recorder.waiting) if recorder is not None else (no_record, no_record)
+        recorder = self.monitor.recorder_of(program) if batch.training else None
+        running, wait = (recorder.running, recorder.waiting) if recorder is not None else (no_record, no_record)
+        for inputs, _ in batch.micro_batches if batch.training else ():
+            self.monitor.count_tokens(inputs)
+        record = self.also(running) if batch.training else running
         if not (batch.training and "memory" in self.monitor.profiles):
             yield record, wait
             return
@@ -155,6 +167,13 @@ class Reports:
             with memory.running():
                 yield nest(record, memory), wait
         self.memory = MemoryProfile(program, memory, MemoryRecorder(self._model.device))
+
+    def also(self, record: Recorder) -> Recorder:
+        """Nest what else this step records of its instructions."""
+        if self.monitor.counts_flops():
+            self._flops = ForwardFlops()
+            record = nest(record, self._flops)
+        return nest(record, lambda i: record_function(str(i))) if self._tracer is not None else record
 
     def _passing(self, in_transit: Callable[[], int]) -> int:
         """Return the bytes that no instruction holds: of sent messages, and of weights gathered into CUDA's memory."""
@@ -170,62 +189,33 @@ class Reports:
         """Print what is due after a step and, if `records`, profile or write what run_record requests."""
         steps, update = progress.global_steps, self._update
 
-        def describe() -> str:
+        def describe() -> dict[str, str]:
             groups = update.optimizer.param_groups
             norm = "-" if update.grad_norm is None else f"{float(update.grad_norm):.4g}"
             rates = " ".join(f"{group['lr']:.4g}" for group in groups)
             moments = [str(g.get("betas", g.get("momentum"))) for g in groups if "betas" in g or "momentum" in g]
-            momentum = f", mom {' '.join(moments)}" if moments else ""
-            return f"loss {float(loss):.4f}, grad norm {norm}, lr {rates}{momentum}, skipped {update.skipped_steps}"
+            momentum = {"mom": " ".join(moments)} if moments else {}
+            parts = {"loss": f"{float(loss):.4f}", "grad norm": norm, "lr": rates}
+            return {**parts, **momentum, "skipped": str(update.skipped_steps)}
 
-        self.monitor.finish(steps, progress.global_samples, describe)
+        flops, self._flops = self._flops, None
+        self.monitor.finish(steps, progress.global_samples, describe, None if flops is None else flops.total)
         if self.monitor.prints(steps):
             if self._config.memory_breakdown:
                 self.memory_report()
             if self._config.activation_checkpointing.profile and self._groups.rank == 0:
-                print(f"activation checkpointing on rank 0: {self._checkpointer.times()}", flush=True)
+                logger.info("activation checkpointing on rank 0: %s", self._checkpointer.times())
         if records:
             self._record_run()
+        if self._tracer is not None:
+            with self._groups.activity.untimed(Phase.UNWATCHED):  # long traces take long to write
+                self._tracer = None if self._tracer.after_step() else self._tracer
 
     def dump_state(self, program: Program) -> None:
-        """Print, on rank 0, the resolved configuration, batch sizes, topology, partition, buckets and program. Collective.
-
-        The output is as wide as the terminal, or else 160 columns. Values that differ from the defaults are bold.
-        """
-        own = {owners: [b.numel for b in buckets] for owners, buckets in self._update.reducer.buckets.items()}
-        everyone = all_gather_object(own, self._groups.control)
+        """Print, on rank 0, what was configured and built. Collective."""
+        text = describe_state(self._config, self._data.sizes, self._model, self._update, program)
         if self._groups.rank == 0:
-            buckets = {owners: numels for rank in everyone for owners, numels in rank.items()}
-            console = Console()
-            (console if console.is_terminal else Console(width=160)).print(
-                self._state_tree(buckets, program), highlight=False
-            )
-
-    def _state_tree(self, buckets: Mapping[tuple[int, ...], Sequence[int]], program: Program) -> Tree:
-        """Return the tree that `dump_state` prints. buckets: owners -> the elements of each of their gradient buckets."""
-        topology, num_shards = self._groups.topology, self._update.policy.num_shards(self._groups.data.size)
-        tree = Tree("parallel3d")
-        _add_section(tree.add("configuration in force"), self._config)
-        batch = tree.add("batch")
-        for name, value in vars(self._data.sizes).items():
-            batch.add(escape(f"{name}: {value}"))
-        axes = " x ".join(f"{axis} {topology.get_dim(axis)}" for axis in topology.get_axis_names())
-        tree.add(f"topology: {axes} = {topology.world_size()} ranks")
-        tree.add("partition").add(escape(self._model.partition_table))
-        cut = tree.add(f"gradient buckets, each updated in {num_shards} parts")
-        for owners, numels in sorted(buckets.items()):
-            where = f"chunk {owners[0]}" if len(owners) == 1 else f"shared by chunks {', '.join(map(str, owners))}"
-            cut.add(f"{where}: {len(numels)} buckets, {sum(numels):,} elements, the largest {max(numels):,}")
-        instructions = tree.add(
-            escape(
-                f"program {program.name}: {sum(map(len, program.instructions))} instructions for {program.num_micro_batches} "
-                f"micro-batches, bubble {simulate(program).bubble:.1%} where a backward takes twice as long as a forward"
-            )
-        )
-        for stage, listed in enumerate(program.instructions):
-            ops = Counter(i.op.name for i in listed)
-            instructions.add(f"stage {stage}: " + ", ".join(f"{n} {op}" for op, n in ops.items()))
-        return tree
+            logger.info("%s", text)
 
     def _memory_rows(self) -> dict[str, tuple[int, int]]:
         """Return this rank's (predicted, measured) bytes by component and by phase."""
@@ -288,9 +278,8 @@ class Reports:
         elif due >= 0:
             self.profile_next_batch(_RECORDED[due])
 
-    def _make_record(self) -> RunRecord:
-        program, steps = self.monitor.records()
-        layout, model = self._run_layout(program, self._data.sizes), self._model
+    def _make_record(self, program: Program, steps: Sequence[Sequence[StepRecord]]) -> RunRecord:
+        layout, model = self.layout(program.num_micro_batches), self._model
         infos = (*model.parameter_infos(), *model.frozen_infos())
         config = self._config.model_dump(mode="json")
         # A reader doesn't know the device's memory, by which "auto" was resolved.
@@ -319,8 +308,10 @@ class Reports:
             ranks=tuple(RankRecord(host=numbers[host], **rank) for rank, host in zip(ranks, hosts, strict=True)),
         )
 
-    def _run_layout(self, program: Program, sizes: BatchSizes) -> Layout:
-        groups, settings, schedule = self._groups, self._model.settings, self._config.pipeline.schedule
+    def layout(self, num_micro_batches: int | None = None) -> Layout:
+        """Return the layout that trains, by default with the configured number of micro-batches."""
+        sizes, groups, settings = self._data.sizes, self._groups, self._model.settings
+        schedule = self._config.pipeline.schedule
         return Layout(
             stages=settings.num_stages,
             tensor_ranks=groups.model.size,
@@ -328,7 +319,7 @@ class Reports:
             zero=self._update.policy.stage,
             sequence_parallel=settings.sequence_parallel,
             micro_batch=sizes.micro_batch_size,
-            micro_batches=program.num_micro_batches,
+            micro_batches=num_micro_batches or sizes.num_micro_batches,
             chunks=settings.num_chunks,
             recompute=settings.activation_checkpoint_interval,
             schedule=schedule if isinstance(schedule, str) else "written",
@@ -354,16 +345,6 @@ class Reports:
             "reserved": torch.cuda.max_memory_reserved(device),
             "outside": capacity - free - torch.cuda.memory_reserved(device),
         }
-
-
-def _add_section(tree: Tree, section: BaseModel) -> None:
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        if isinstance(value, BaseModel):
-            _add_section(tree.add(name), value)
-        else:
-            line = escape(f"{name}: {value!r}")
-            tree.add(line if value == field.default else f"[bold]{line}[/bold]")
 
 
 def _versions(backend: str) -> dict[str, str]:

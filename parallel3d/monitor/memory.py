@@ -43,6 +43,13 @@ def memory_in_use(device: torch.device) -> Mapping[str, int]:
     return {"resident": resident, "peak": max(peak, resident)}
 
 
+def peak_memory(device: torch.device, least: int = 0) -> int:
+    """Return the most bytes that this process has had in tensors on CUDA, or resident on the CPU; not less than `least`."""
+    if device.type == "cuda":
+        return max(torch.cuda.max_memory_allocated(device), least)
+    return max(memory_in_use(device)["peak"], least)
+
+
 class LiveStorages(TorchDispatchMode):
     """Context that counts the bytes of the storages made by operations inside and still alive, for the CPU.
 

@@ -2,37 +2,49 @@
 
 from __future__ import annotations
 
+import atexit
 import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from parallel3d.errors import ConfigError
+from parallel3d.logs import logger
 
 
 class ProgressBar:
     """Context manager that shows a bar over the steps with the latest metrics; without a terminal, a line now and then.
 
-    enabled: True on one rank only; lines: how many are printed without a terminal.
+    num_steps: None if unknown; enabled: True on one rank only; lines: how many are printed without a terminal.
     """
 
-    def __init__(self, num_steps: int, enabled: bool = True, lines: int = 20):
+    def __init__(self, num_steps: int | None, enabled: bool = True, lines: int = 20):
         self._console = Console()
         self._enabled = enabled
-        self._live = enabled and self._console.is_terminal
+        self.is_live = enabled and self._console.is_terminal
         self._num_steps = num_steps
-        self._every = max(1, num_steps // lines)
+        self._every = max(1, (num_steps or 0) // lines)
         self._progress = Progress(
             MofNCompleteColumn(),
             BarColumn(bar_width=10),
             TextColumn("{task.fields[metrics]}"),
             TimeRemainingColumn(compact=True),
             console=self._console,
-            disable=not self._live,
+            disable=not self.is_live,
         )
         self._task = self._progress.add_task("train", total=num_steps, metrics="")
+
+    @staticmethod
+    def of(progress: bool | int) -> ProgressBar | None:
+        """Begin the bar of `monitor.progress`, until the process ends; None without a terminal, or if it is off."""
+        bar = ProgressBar(None if isinstance(progress, bool) else progress, enabled=bool(progress))
+        if not bar.is_live:
+            return None
+        atexit.register(bar.__exit__)  # a terminal's cursor comes back
+        return bar.__enter__()
 
     def __enter__(self) -> ProgressBar:
         self._progress.start()
@@ -41,13 +53,14 @@ class ProgressBar:
     def __exit__(self, *raised: object) -> None:
         self._progress.stop()
 
-    def update(self, step: int, metrics: Mapping[str, str]) -> None:
-        """Show that `step` steps are done, and these metrics."""
-        text = "  ".join(f"{name} {value}" for name, value in metrics.items())
-        if self._live:
-            self._progress.update(self._task, completed=step, metrics=text)
+    def update(self, step: int, metrics: Mapping[str, str] | None = None) -> None:
+        """Show that `step` steps are done, and these metrics, or else the last ones."""
+        text = None if metrics is None else "  ".join(f"{name} {value}".strip() for name, value in metrics.items())
+        if self.is_live:
+            shown: dict[str, Any] = {} if text is None else {"metrics": text}
+            self._progress.update(self._task, completed=step, refresh=text is not None, **shown)
         elif self._enabled and (step % self._every == 0 or step == self._num_steps):
-            print(f"step {step}/{self._num_steps}  {text}", flush=True)
+            logger.info("step %s/%s  %s", step, self._num_steps, text or "")
 
 
 class MetricsFile:

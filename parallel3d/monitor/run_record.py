@@ -21,9 +21,9 @@ from parallel3d.config.layout import Layout
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.records import PARTS, StepRecord, break_down, instruction_times, mean_of, pipelines_of
 from parallel3d.schedule.instructions import Instruction, Op
-from parallel3d.schedule.timing import Timeline
+from parallel3d.schedule.timing import Span, Timeline
 
-FILE_NAME = "run_record.json"
+FILE_NAME, TIMELINE = "run_record.json", "timeline.json"
 Stored = TypeVar("Stored", bound=BaseModel)
 
 
@@ -122,6 +122,24 @@ class RunRecord(Layout):
         directory.mkdir(parents=True, exist_ok=True)
         write_whole(directory / FILE_NAME, self.model_dump_json(indent=1) + "\n")
         return directory / FILE_NAME
+
+
+class StepTimeline(StoredModel):
+    """Measured instructions of one step, on the ranks of the first pipeline: (stage, "F3@2", start, end), in seconds."""
+
+    spans: tuple[tuple[int, str, float, float], ...]
+
+    @staticmethod
+    def of(records: Sequence[StepRecord], topology: ProcessTopology) -> StepTimeline:
+        """Take a step's instructions from the records of all ranks."""
+        spans = [span for rank in pipelines_of(topology)[0] for span in records[rank].spans]
+        first = min((span.start for span in spans), default=0.0)
+        return StepTimeline(spans=tuple((s.rank, str(s.instruction), s.start - first, s.end - first) for s in spans))
+
+    def timeline(self) -> Timeline:
+        """Return it as a schedule's. Raises ScheduleError for what is no instruction."""
+        spans = [Span(stage, Instruction.parse(text), start, end) for stage, text, start, end in self.spans]
+        return Timeline.of(spans, 1 + max((span.rank for span in spans), default=0))
 
 
 def kind_name(instruction: Instruction) -> str:

@@ -1,4 +1,4 @@
-"""Monitoring of steps: every steps_per_print a line, the breakdown of the time, and the memory in use.
+"""Monitoring of steps: every steps_per_print a line or the bar, the breakdown of the time, and the memory in use.
 
 Times come from the host's clock on the CPU and from events on CUDA; nothing synchronizes while a step runs.
 """
@@ -22,8 +22,10 @@ from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.log import LOG
 from parallel3d.config import Config
 from parallel3d.errors import ConfigError
-from parallel3d.monitor.memory import memory_in_use, phase_table
-from parallel3d.monitor.records import Breakdown, StepRecord, break_down, breakdown_table, pipelines_of
+from parallel3d.logs import logger
+from parallel3d.monitor.memory import memory_in_use, peak_memory, phase_table
+from parallel3d.monitor.progress import ProgressBar
+from parallel3d.monitor.records import Breakdown, StepRecord, break_down, breakdown_table, mean_of, pipelines_of
 from parallel3d.schedule.instructions import Instruction, Op, Program
 from parallel3d.schedule.timing import Span
 
@@ -34,6 +36,8 @@ _RECORDED, _OTHERS = 5, 32
 # The first steps of a process load kernels, compile, and fill the allocator.
 _WARM_UP = 2
 _CLOCK_ROUNDS = 10
+# Steps between two gatherings of values for monitors, where nothing is printed.
+_UNPRINTED = 10
 
 
 class StepRecorder:
@@ -105,8 +109,8 @@ class StepRecorder:
         return self._record
 
 
-def clock_offset(control: Group) -> float:
-    """Return seconds to add to this rank's `time.monotonic` to get that of the group's first rank; 0 on one host. Collective.
+def clock_offset(control: Group, now: Callable[[], float] = time.monotonic) -> float:
+    """Return seconds to add to this rank's `now()` to get that of the group's first rank; 0 on one host. Collective.
 
     Hosts' clocks start anywhere. No rank leaves an exchange before all have entered it, which bounds the difference from both
     sides; the error is at most the time that the fastest of several exchanges takes.
@@ -115,9 +119,9 @@ def clock_offset(control: Group) -> float:
         return 0.0
     rounds = []
     for _ in range(_CLOCK_ROUNDS):
-        entered = time.monotonic()
+        entered = now()
         all_gather_integers([0], control)
-        rounds.append((entered, time.monotonic()))
+        rounds.append((entered, now()))
     return offset_between(rounds, all_gather_object(rounds, control)[0])
 
 
@@ -135,15 +139,20 @@ class StepMonitor:
     Only steps that print or are profiled are recorded (if nothing is printed, every step, and the last ones are kept); of the
     others only begin and end are marked. Nothing waits for the device before records are read.
 
+    - peak_flops: FLOP/s of a device, of which MFU is the used share; None if unknown.
     - profiles: the profiles requested of the current step.
-    - sequence: tokens of a sample of the last recorded step, if this rank's inputs show it.
+    - sequence: tokens of a sample, if this rank's inputs show it.
     - peak: the most bytes that CUDA allocated in any phase of a step with memory_breakdown.
+    - values: speed, memory and, if recorded, times of the last step if its values were due, for monitors; else empty.
     """
 
-    def __init__(self, config: Config, groups: ProcessGroups, device: torch.device):
+    def __init__(self, config: Config, groups: ProcessGroups, device: torch.device, peak_flops: float | None = None):
         LOG.begin(config.comms_logger)
         self._every = config.steps_per_print
         self._times, self._memory = config.wall_clock_breakdown, config.memory_breakdown
+        self._logs = config.has_monitors
+        self._peak_flops = config.monitor.peak_flops or peak_flops
+        self._bar = ProgressBar.of(config.monitor.progress if groups.rank == 0 else False)
         self._groups, self._device = groups, device
         self._clock = clock_of(device)
         self._side: torch.cuda.Stream | None = None
@@ -158,8 +167,12 @@ class StepMonitor:
         self.peak = 0
         self._phases: dict[str, Mapping[str, int]] = {}
         self._offset: float | None = None
-        # When the last line was printed, and the step and the samples so far.
+        # When values were due last, and the step and the samples so far.
         self._printed = (0.0, -1, 0)
+        self.values: dict[str, float] = {}
+        self._forward_flops: float | None = None  # of this rank in one step, once they are counted
+        # Tokens of this rank's inputs in the current step, since values were due, and in the step of _forward_flops.
+        self._tokens = self._recent_tokens = self._counted_tokens = 0
 
     def profile_next(self, what: Profile) -> None:
         """Profile the next step, whatever the configuration says."""
@@ -169,29 +182,44 @@ class StepMonitor:
         """Return whether rank 0 prints after this step, counted from 1."""
         return self._every is not None and step % self._every == 0
 
+    def due(self, step: int) -> bool:
+        """Return whether values of this step are gathered, to be printed or for monitors; the same on all ranks."""
+        return self._every is not None or self._logs if step % (self._every or _UNPRINTED) == 0 else False
+
+    def counts_flops(self) -> bool:
+        """Return whether the current step, an unprofiled one after the first, is to count the FLOPs of its forwards."""
+        wanted = self._every is not None or self._logs
+        return wanted and self._forward_flops is None and self._steps > 0 and not self.profiles
+
     def begin(self, step: int, samples: int) -> None:
         """Begin a step, counted from 1. samples: trained on so far."""
         self.profiles = self._next
         due = self.prints(step) or self._every is None
-        is_recorded = "time" in self.profiles or (self._times and due)
+        is_recorded = "time" in self.profiles or (self._times and due) or (self._logs and self.due(step))
         if is_recorded and self._side is None and self._device.type == "cuda":
             self._side = torch.cuda.Stream(self._device)
         self._step = StepRecorder(self._groups.coordinate("pipe"), self._clock, self._side)
         self._recording = self._step if is_recorded else None
-        self._phases = {}
+        self._phases, self._tokens = {}, 0
         if self._memory and self.prints(step):
             memory_in_use(self._device)  # from here on, a new peak
             self._sample("start")
         if self._printed[1] < 0:
             self._printed = (time.monotonic(), step - 1, samples)
 
-    def recorder_of(self, program: Program, inputs: Any = None) -> StepRecorder | None:
-        """Return the recorder of this step, which runs the program, if it is recorded. inputs: of a micro-batch, if any."""
+    def recorder_of(self, program: Program) -> StepRecorder | None:
+        """Return the recorder of this step, which runs the program, if it is recorded."""
         if self._step is not None:
             self._step.program = program
-        if self._recording is not None:
-            self.sequence = _tokens(inputs)
         return self._recording
+
+    def count_tokens(self, inputs: Any) -> None:
+        """Count the tokens of a micro-batch's inputs: the first matrix of integers, [samples, tokens], if there is one."""
+        matrices = (t for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.ndim == 2)
+        tokens = next((t for t in matrices if not t.is_floating_point() and t.dtype is not torch.bool), None)
+        if tokens is not None:
+            self.sequence = tokens.shape[1]
+            self._tokens += tokens.numel()
 
     def launched(self, instruction: Instruction, work: Work) -> None:
         """Record a reduction of gradients or a gather of weights that has just been launched."""
@@ -208,11 +236,13 @@ class StepMonitor:
             self._recording.reduced()
         self._sample("reduce")
 
-    def finish(self, step: int, samples: int, describe: Callable[[], str]) -> None:
+    def finish(
+        self, step: int, samples: int, describe: Callable[[], Mapping[str, str]], flops: float | None = None
+    ) -> None:
         """End a step, counted from 1, and print what is due. Collective if something is.
 
-        - samples: trained on so far.
-        - describe: returns the printed line but for its times, on rank 0; it may wait for the device.
+        - samples: trained on so far. flops: of this rank's forwards, if they were counted in this step.
+        - describe: returns the parts of the line but for speed and memory, on rank 0; it may wait for the device.
         """
         assert self._step is not None
         self._sample("step")
@@ -222,24 +252,51 @@ class StepMonitor:
             self._recorded.append(self._step)
         elif self._steps > _WARM_UP and not self.profiles:  # the time of a profiled step isn't typical
             self._others.append(self._step)
+        is_recorded = self._recording is not None
         self._next -= self.profiles
         self._step, self._recording, self.profiles = None, None, frozenset()
-        if not self.prints(step):
+        self._recent_tokens += self._tokens
+        if flops is not None:
+            self._forward_flops, self._counted_tokens = flops, self._tokens
+        self.values = {}
+        if self._bar is not None:
+            self._bar.update(step)
+        if not self.due(step):
             return
-        texts = [self._line(step, samples, describe())] if self._groups.rank == 0 else []
-        if self._times:
-            texts.append(breakdown_table(step, self.breakdown()))
-        if self._memory:
+        line = describe() if self.prints(step) and self._groups.rank == 0 else {}
+        self.values = self._measure(step, samples)
+        texts = [] if self._bar is not None or not line else [_line(step, {**line, **_speed(self.values)})]
+        if is_recorded:
+            parts = self.breakdown()
+            self.values |= _times(mean_of(parts))
+            texts += [breakdown_table(step, parts)] if self._times and self.prints(step) else []
+        if self._memory and self.prints(step):
             texts.append(phase_table(step, all_gather_object(self._phases, self._groups.control)))
-        if self._groups.rank == 0:
-            print("\n".join(texts), flush=True)
-        self._printed = (time.monotonic(), step, samples)
+        if self._bar is not None:
+            shown = {name: line[name] for name in ("loss", "grad norm", "lr") if name in line}
+            self._bar.update(step, {**shown, **_speed(self.values)})
+        if texts and self._groups.rank == 0:
+            logger.info("%s", "\n".join(texts))
+        self._printed, self._recent_tokens = (time.monotonic(), step, samples), 0
 
-    def _line(self, step: int, samples: int, description: str) -> str:
-        when, printed_step, printed_samples = self._printed
-        seconds = max(time.monotonic() - when, 1e-9)
-        per_step, rate = seconds / (step - printed_step), (samples - printed_samples) / seconds
-        return f"step {step}: {description}, {per_step:.4g} s/step, {rate:.4g} samples/s"
+    def _measure(self, step: int, samples: int) -> dict[str, float]:
+        """Return speed and memory since values were due last. Collective."""
+        when, last_step, last_samples = self._printed
+        groups, seconds, steps = self._groups, max(time.monotonic() - when, 1e-9), step - last_step
+        own = peak_memory(self._device, self.peak), self._forward_flops or 0.0
+        memory, flops = zip(*all_gather_object(own, groups.control), strict=True)
+        values = {
+            "seconds_per_step": seconds / steps,
+            "samples_per_second": (samples - last_samples) / seconds,
+            "memory_gib": max(memory) / 2**30,
+        }
+        if self._recent_tokens:
+            values["tokens_per_second"] = self._recent_tokens * groups.data.size / seconds
+        if self._peak_flops is not None and sum(flops):
+            # A backward computes twice what its forward does. FLOPs grow with the tokens, or else with the steps.
+            counted = self._recent_tokens / self._counted_tokens if self._counted_tokens else steps
+            values["mfu"] = 3 * sum(flops) * counted / (seconds * self._peak_flops * len(flops))
+        return values
 
     def _sample(self, phase: str) -> None:
         if self._memory and (self._phases or phase == "start"):
@@ -276,7 +333,27 @@ class StepMonitor:
         return break_down(records, pipelines_of(self._groups.topology))
 
 
-def _tokens(inputs: Any) -> int | None:
-    """Return the length of the first matrix of integers among the inputs, [samples, tokens]; None if there is none."""
-    matrices = (t for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.ndim == 2 and not t.is_floating_point())
-    return next((t.shape[1] for t in matrices if t.dtype is not torch.bool), None)
+def _line(step: int, parts: Mapping[str, str]) -> str:
+    return f"step {step}: " + ", ".join(f"{name} {part}".strip() for name, part in parts.items())
+
+
+def _speed(values: Mapping[str, float]) -> dict[str, str]:
+    """Return the parts of a step's line that tell speed and memory."""
+    units = {"seconds_per_step": "s/step", "samples_per_second": "samples/s", "tokens_per_second": "tokens/s"}
+    parts = {"": ", ".join(f"{values[name]:.4g} {unit}" for name, unit in units.items() if name in values)}
+    if "mfu" in values:
+        parts["MFU"] = f"{values['mfu']:.1%}"
+    return {**parts, "memory": f"{values['memory_gib']:.3g} GiB"}
+
+
+def _times(parts: Breakdown) -> dict[str, float]:
+    """Return a step's bubble, a share of its time, and its times under DeepSpeed's names, the mean of ranks."""
+    times = {
+        "forward": parts.forward,
+        "backward": parts.backward + parts.reduce,
+        "backward_inner": parts.backward,
+        "backward_allreduce": parts.reduce,
+        "step": parts.step,
+    }
+    named = {f"elapsed_time_ms_{name}": 1e3 * seconds for name, seconds in times.items()}
+    return {"bubble": parts.bubble / (parts.total or 1.0), **named}

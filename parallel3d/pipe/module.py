@@ -19,6 +19,7 @@ from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.topology import ProcessTopology
 from parallel3d.config import Config
 from parallel3d.errors import DataError, PartitionError, note_place
+from parallel3d.logs import logger
 from parallel3d.parameters import ParameterInfo, slicing_of
 from parallel3d.partition import Method
 from parallel3d.pipe.calls import Call, LayerCalls
@@ -154,7 +155,7 @@ class PipelineModule(nn.Module):
         """Build this rank's layers on its device, with the same bits on all ranks that hold a copy."""
         self.partition_table = self._partition_table()
         if get_rank() == 0 and len(self.placement) > 1:
-            print(self.partition_table, flush=True)
+            logger.info("%s", self.partition_table)
         self._build_layers(layers, seed, context, recomputes)
         self.to(self.device)
         self.replica_groups = self._make_replica_groups()

@@ -206,12 +206,16 @@ def _sharded_units(infos: Sequence[ParameterInfo], policy: ZeroPolicy, num_shard
     return {unit for unit, size in sizes.items() if size > policy.largest_whole}
 
 
+def bucket_limit(total: int, policy: ZeroPolicy, num_shards: int) -> int:
+    """Return the most elements of a bucket, unless a parameter is larger. total: elements of all parameters of its kind."""
+    smallest = max(_SMALLEST, _SMALLEST_SHARD * num_shards)
+    return min(policy.bucket_size, max(smallest, -(-total // (_PARTS * num_shards))))
+
+
 def _cut(
     kind: Kind, infos: Sequence[ParameterInfo], policy: ZeroPolicy, num_shards: int, is_sharded: bool
 ) -> Iterator[BucketLayout]:
-    total = sum(info.parameter.numel() for info in infos)
-    smallest = max(_SMALLEST, _SMALLEST_SHARD * num_shards)
-    limit = min(policy.bucket_size, max(smallest, -(-total // (_PARTS * num_shards))))
+    limit = bucket_limit(sum(info.parameter.numel() for info in infos), policy, num_shards)
     held: list[ParameterInfo] = []
     offsets: list[int] = []
     end = 0

@@ -153,7 +153,9 @@ def test_two_nodes_train_and_one_goes_on_where_they_were(tmp_path: Path):
     nodes = [WarmProcess(tmp_path, dict(os.environ), "forked_ranks", *command) for command in commands]
     said = [node.communicate(timeout=200) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
-    places = [re.findall(r"rank (\d) is local rank (\d) of .*: stage (\d), replica (\d)", output) for output, _ in said]
+    places = [
+        re.findall(r"rank (\d) is local rank (\d) of .*?: stage (\d), replica (\d)", output) for output, _ in said
+    ]
     assert [sorted(place) for place in places] == [
         [("0", "0", "0", "0"), ("1", "1", "0", "1")],
         [("2", "0", "1", "0"), ("3", "1", "1", "1")],

@@ -136,7 +136,8 @@ def test_prints_come_from_rank_0_and_nothing_waits_between_them(run_ranks):
     assert [line.split(":")[0] for line in lines] == ["step 3", "step 6"]
     number = r"[\d.e+-]+"
     settings = "lr 0.1, mom 0.5, skipped 0"
-    line = rf"step 3: loss {number}, grad norm {number}, {settings}, {number} s/step, {number} samples/s"
+    speed = rf"{number} s/step, {number} samples/s, memory {number} GiB"
+    line = rf"step 3: loss {number}, grad norm {number}, {settings}, {speed}"
     assert re.fullmatch(line, lines[0])
     assert text.count("step 3, s ") == text.count("step 3, MiB") == 1
     for part in (*PARTS, "total", "mean", "max", "rank 1", "forward, backward", "resident", "activation checkpointing"):

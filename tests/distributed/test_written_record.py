@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
+import re
 import warnings
+import zlib
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +20,11 @@ from layouts import make_engine, own_iterator
 from timed_runs import HIDDEN, LATENCY, MICRO_BATCHES, timed_engine, train
 
 import parallel3d
+from parallel3d.cli import main
 from parallel3d.config.layout import parse_layout
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import RunRecord, read_run_record
+from parallel3d.planner.report.run import read_run, run_page
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op
 from parallel3d.schedule.timing import simulate
 
@@ -40,6 +47,21 @@ def timed_record(directory: str) -> tuple[RunRecord, float, float]:
         return engine.reports.write_run_record(directory), simulated.makespan, simulated.bubble
 
 
+def drawn_computes(html: str, which: str) -> dict[str, tuple[float, float]]:
+    """Return (start, end) of the forwards and backwards that a timeline of a run's page draws."""
+    packed = re.search(r'id="data">([^<]+)<', html)
+    assert packed is not None
+    timeline = json.loads(zlib.decompress(base64.b64decode(packed[1])))["timelines"][which]
+    tick, found = timeline["seconds"] / timeline["ticks"], {}
+    for lane in timeline["lanes"]:
+        at = 0
+        for start, length, op, chunk, micro, _ in zip(*lane.values(), strict=True):
+            at += start
+            if (short := timeline["ops"][op]["short"]) in "FB":
+                found[f"{short}{micro}@{chunk}"] = at * tick, (at + length) * tick
+    return found
+
+
 @pytest.mark.parametrize("dp", [1, 2])
 def test_times_are_those_of_the_layers_and_messages(run_ranks, tmp_path: Path, dp: int):
     """A step is its program and a second for the norm, whatever was recorded of it; instructions take what layers do."""
@@ -52,6 +74,10 @@ def test_times_are_those_of_the_layers_and_messages(run_ranks, tmp_path: Path, d
     assert record.instructions["B@1"].count == 3 * MICRO_BATCHES * dp
     assert (record.step.median, record.step.spread, record.step.count) == pytest.approx((makespan + 1.0, 0.0, 1))
     assert record.optimizer.median == pytest.approx(1.0)
+    run = read_run(tmp_path)
+    measured, planned = (drawn_computes(run_page(run, "run"), which) for which in ("measured", "planned"))
+    assert len(measured) == 2 * 2 * MICRO_BATCHES
+    assert measured == {name: pytest.approx(times, abs=1e-4) for name, times in planned.items()}
     assert record.bubble == pytest.approx(bubble)
     busy = {"forward": MICRO_BATCHES * 2.0, "backward": MICRO_BATCHES * 4.0, "step": 1.0}
     assert {part: record.breakdown[part] for part in busy} == pytest.approx(busy)
@@ -89,7 +115,7 @@ def real_record(directory: str | None, pipeline: dict[str, Any], zero: int, memo
 def test_the_record_says_what_ran(run_ranks, tmp_path: Path, pipeline: dict[str, Any], zero: int, memory: bool):
     ranks = run_ranks(4, real_record, str(tmp_path / "run"), pipeline, zero, memory)
     record, report, _ = ranks[0]
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run_record.json"]
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"run_record.json", "timeline.json"}
     assert read_run_record(tmp_path / "run") == record
     words = parse_layout(record.layout)
     assert (words.stages, words.replicas, words.zero) == (2, 2, zero)
@@ -203,3 +229,50 @@ def test_steps_by_calls_are_recorded_too(run_ranks, tmp_path: Path):
     assert record.instructions["RED@0#0"].count == 3
     assert (record.model.layers, record.model.parameters) == (("Sequential",), (3 * 4 + 4 + 4 + 1,))
     assert (record.layout, record.seq) == ("dp2,1f1b,m2,mb2", None)
+
+
+def traced(directory: str) -> None:
+    engine = make_engine(
+        toy.model(tied=False),
+        accumulation=2,
+        pipeline={"stages": 2},
+        run_record={"directory": directory},
+    )
+    data = own_iterator(engine, [toy.micro_batch(g) for g in range(2 * 3)])
+    engine.train_batch(data)
+    engine.profile(2, memory=True)
+    for _ in range(2):
+        engine.train_batch(data)
+
+
+def test_the_ranks_traces_are_one_on_one_clock(run_ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run_ranks(2, traced, str(tmp_path))
+    assert main(["trace", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path}/trace.json.gz: 2 ranks; ")
+    with gzip.open(tmp_path / "trace.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    spans: dict[str, list[tuple[float, float]]] = {}
+    for event in events:
+        if re.fullmatch(r"[FB]\d+@\d", event["name"]) and event.get("cat") == "user_annotation":
+            rank = event["name"][-1]
+            assert names[event["pid"]].startswith(f"rank {rank} (stage {rank}, ")
+            spans.setdefault(event["name"], []).append((event["ts"], event["ts"] + event["dur"]))
+    assert set(spans) == {f"{op}{m}@{c}" for op in "FB" for m in range(2) for c in range(2)}
+    for m in range(2):
+        order = [sorted(spans[f"{name.format(m)}"]) for name in ("F{}@0", "F{}@1", "B{}@1", "B{}@0")]
+        assert [len(of_steps) for of_steps in order] == [2] * 4
+        for k in range(2):
+            for before, after in pairwise(order):
+                assert before[k][1] <= after[k][0]
+    flows = [(e["id"], e["pid"]) for e in events if e.get("ph") in ("s", "f")]
+    assert len({number for number, _ in flows}) == len(set(flows))
+    assert any(event["name"] == "[memory]" for event in events)
+
+
+def test_a_trace_that_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["trace", str(tmp_path)]) == 2
+    assert "record some steps by engine.profile(steps)" in capsys.readouterr().err
+    (tmp_path / "trace-0.json.gz").write_bytes(gzip.compress(b'{"traceEvents": []}'))
+    assert main(["trace", str(tmp_path)]) == 2
+    assert "trace-0.json.gz' is no trace of engine.profile" in capsys.readouterr().err

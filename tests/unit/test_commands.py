@@ -14,7 +14,19 @@ from parallel3d.config import load
 from parallel3d.launcher.cli import parse
 from parallel3d.parity.settings import TOLERANCES
 
-COMMANDS = ["config", "check", "ckpt", "ckpt import", "plan", "doctor", "build-kernels", "deepspeed", "completion"]
+COMMANDS = [
+    "config",
+    "check",
+    "ckpt",
+    "ckpt import",
+    "plan",
+    "report",
+    "trace",
+    "doctor",
+    "build-kernels",
+    "deepspeed",
+    "completion",
+]
 
 
 def test_help_and_version_import_no_torch():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import zipfile
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -136,7 +137,7 @@ def test_all_imports_are_the_packages_own_modules(tmp_path: Path):
         wheel.extractall(tmp_path / "site")
         assert wheel.testzip() is None
     code = IMPORTS.format(site=str(tmp_path / "site"), version=VERSION)
-    [ended] = run_codes(code, tmp_path / "run", [{}])
+    [ended] = run_codes(code, tmp_path / "run", [{"CUDA_VISIBLE_DEVICES": ""}])
     assert ended.returncode == 0, ended.stderr
 
 
@@ -212,6 +213,12 @@ def test_an_installed_deepspeed_is_left_alone(
     assert "DeepSpeed 0.19.8 is installed in" in capsys.readouterr().err
     assert pip == []
     assert deepspeed.who_is_deepspeed() == "the original one's (0.19.8)"
+
+
+def test_a_module_of_such_a_name_alone_is_not_found():
+    # Where DeepSpeed itself is installed, it asks for this one, and takes an ImportError for an answer.
+    with pytest.raises(ModuleNotFoundError):
+        import_module("accelerator")
 
 
 def test_what_pip_says_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,18 @@ def test_a_models_profile(capsys: pytest.CaptureFixture[str]):
     assert found == (FIRST + SECOND, (FIRST + SECOND) // 2, PARAMETERS)
     printed = capsys.readouterr().out
     assert f"depth 1: Sequential.0 {FIRST / 1e3:.2f} KFLOPS" in printed
-    assert f"    Sequential.2.0 {SECOND / 1e3:.2f} KFLOPS" in printed
+    header, *rows = printed[printed.index("module") :].splitlines()
+    assert header.split() == ["module", "params", "MACs", "forward", "FLOPS", "MFU"]
+    table = {row.split()[0]: row for row in rows}
+    assert list(table) == ["Sequential", "Sequential.0", "Sequential.1", "Sequential.2", "Sequential.2.0"]
+    size, share = (MID + 1) * OUT, SECOND / (FIRST + SECOND)
+    cells = rf"    Sequential\.2\.0 +{size}\.00 +{size / PARAMETERS:.1%} +{SECOND / 2e3:.2f} KMACs +{share:.1%}"
+    found = re.match(cells + r" +([\d.]+) (\w?)s +([\d.]+)% +([\d.]+) (\w?)FLOPS +-$", table["Sequential.2.0"])
+    assert found, table["Sequential.2.0"]
+    factors = {"": 1.0, "m": 1e-3, "u": 1e-6, "K": 1e3, "M": 1e6, "G": 1e9}
+    seconds, rate = float(found[1]) * factors[found[2]], float(found[4]) * factors[found[5]]
+    assert seconds * rate == pytest.approx(SECOND, rel=0.02)
+    assert 0 < float(found[3]) < 100
 
 
 def test_texts_arguments_and_modules_that_are_left_out(tmp_path: Path):

@@ -13,6 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.hooks import RemovableHandle
+
+from parallel3d.engine.flops import peak_of
+from parallel3d.monitor.memory import format_table
 
 
 def number_to_string(number: float, units: str | None = None, precision: int = 2) -> str:
@@ -36,15 +40,19 @@ duration_to_string = partial(_with, "s")
 class FlopsProfiler:
     """Counts the FLOPs of what runs between start_profile and stop_profile, on this process, and times it.
 
-    model: whose modules the counts are of. Other arguments of DeepSpeed's have no effect.
+    model: whose modules the counts are of; ds_engine: has `monitor.peak_flops`. recompute_fwd_factor has no effect.
     """
 
     def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0):
         self._model = model
+        self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._peak = None if ds_engine is None else ds_engine.config.monitor.peak_flops
+        self._hooks: list[RemovableHandle] = []
         self.reset_profile()
 
     def reset_profile(self) -> None:
         """Forget what was counted."""
+        self._forwards: dict[str, tuple[int, float]] = {}
         self._counter = FlopCounterMode(display=False)
         self._ignored: set[type[nn.Module]] = set()
         self._duration = 0.0
@@ -53,6 +61,9 @@ class FlopsProfiler:
         """Begin to count; not what modules of the classes in ignore_list do."""
         self.reset_profile()
         self._ignored = set(ignore_list or ())
+        root = type(self._model).__name__
+        for path, module in self._model.named_modules():
+            self._watch(f"{root}.{path}" if path else root, module)
         self._duration = -_now()
         self._counter.__enter__()
 
@@ -60,6 +71,23 @@ class FlopsProfiler:
         """End the count."""
         self._counter.__exit__(None, None, None)
         self._duration += _now()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _watch(self, name: str, module: nn.Module) -> None:
+        """Add the FLOPs and seconds of each forward of a module, those of its recomputation included, to `_forwards`."""
+        begun: list[tuple[int, float]] = []
+
+        def begin(module: nn.Module, args: Any) -> None:
+            begun.append((self._counter.get_total_flops(), _now()))
+
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            flops, seconds = begun.pop()
+            others = self._forwards.get(name, (0, 0.0))
+            self._forwards[name] = others[0] + self._counter.get_total_flops() - flops, others[1] + _now() - seconds
+
+        self._hooks += [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
 
     end_profile = reset_profile
 
@@ -101,7 +129,10 @@ class FlopsProfiler:
         detailed: bool = True,
         output_file: str | Path | None = None,
     ) -> None:
-        """Print the totals, the modules with most FLOPs of each depth, and if `detailed` all modules.
+        """Print the totals, the modules with most FLOPs of each depth, and if `detailed` a table of all modules.
+
+        The table has each module's parameters, MACs, and seconds in forwards, with their shares of the model's, then the FLOP/s
+        of its forwards and, where the device's peak is known, their share of it (MFU).
 
         - module_depth: the deepest modules to print; -1 for all. top_modules: how many of each depth.
         - output_file: written instead.
@@ -120,13 +151,32 @@ class FlopsProfiler:
             own = sorted((n for n in by_module if depths[n] == depth), key=lambda n: -by_module[n])[:top_modules]
             lines.append(f"depth {depth}: " + ", ".join(f"{n} {flops_to_string(by_module[n])}" for n in own))
         if detailed:
-            shown = [name for name in sorted(by_module) if depths[name] <= deepest]
-            lines += [f"{'  ' * depths[name]}{name} {flops_to_string(by_module[name])}" for name in shown]
+            lines.append(
+                self._table([name for name in sorted(self._forwards) if name.count(".") <= deepest], by_module)
+            )
         text = "\n".join(lines) + "\n"
         if output_file:
             Path(output_file).write_text(text, encoding="utf-8")
         else:
             sys.stdout.write(text)
+
+    def _table(self, names: Sequence[str], flops: Mapping[str, int]) -> str:
+        """Format a row for each module that ran."""
+        root = type(self._model).__name__
+        modules = {f"{root}.{path}" if path else root: module for path, module in self._model.named_modules()}
+        sizes = {name: sum(parameter.numel() for parameter in modules[name].parameters()) for name in names}
+        whole = sizes.get(root, 0) or 1, flops.get(root, 0) or 1, self._forwards.get(root, (0, 0.0))[1] or 1.0
+        peak = self._peak or peak_of(self._device)
+        rows: dict[str, Sequence[str]] = {"module": ("params", "", "MACs", "", "forward", "", "FLOPS", "MFU")}
+        for name in names:
+            (counted, seconds), own = self._forwards[name], flops.get(name, 0)
+            rate = counted / seconds if seconds else 0.0
+            shares = [f"{number / full:.1%}" for number, full in zip((sizes[name], own, seconds), whole, strict=True)]
+            shown = params_to_string(sizes[name]), macs_to_string(own // 2), duration_to_string(seconds)
+            mfu = "-" if peak is None else f"{rate / peak:.1%}"
+            cells = [cell for pair in zip(shown, shares, strict=True) for cell in pair]
+            rows["  " * name.count(".") + name] = (*cells, flops_to_string(rate), mfu)
+        return format_table(rows, 14)
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
         """Print the totals and the modules with most FLOPs of each depth."""
@@ -149,7 +199,7 @@ def counting(engine: Any, first: bool) -> Iterator[None]:
     ):
         yield
         return
-    profiler = FlopsProfiler(engine.module)
+    profiler = FlopsProfiler(engine.module, engine)
     profiler.start_profile()
     try:
         yield

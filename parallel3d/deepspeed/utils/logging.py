@@ -6,8 +6,7 @@ import logging
 from collections.abc import Iterable
 
 from parallel3d.comm.environment import get_rank, is_initialized
-
-logger = logging.getLogger("parallel3d")
+from parallel3d.logs import logger
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
@@ -22,10 +21,7 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
 
 
 def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
-    """Log `message` on these ranks: on all for [-1] and before init_distributed, on none for None or [].
-
-    Messages below WARNING appear only where the script configures logging to show them.
-    """
+    """Log `message` on these ranks: on all for [-1] and before init_distributed, on none for None or []."""
     chosen = list(ranks or ())
     if not is_initialized() or chosen[:1] == [-1] or get_rank() in chosen:
         logger.log(level, f"[rank {get_rank()}] {message}")

@@ -154,7 +154,7 @@ class Region:
         for name, module in self._with_weights():
             shapes = [list(parameter.shape) for parameter in module.parameters(recurse=False)]
             if not name or any(shape != [size_of_head] for shape in shapes):
-                raise UnknownRegion(f"has {name or 'weights of its own'} that works on what is sharded")
+                raise UnknownRegion(f"has {name or 'weights of its own'}, which would compute with sharded inputs")
             partial[name] = Whole(partial=True)
         return partial
 

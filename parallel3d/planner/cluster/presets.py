@@ -1,15 +1,13 @@
-"""Devices and machines by name: the presets of presets.yaml, and devices that a cluster describes itself."""
+"""Devices and machines by name: the presets of costs/devices.yaml, and devices that a cluster describes itself."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
-from pathlib import Path
 from typing import Any
 
-import yaml
-
+from parallel3d.costs.devices import described
 from parallel3d.errors import ConfigError, nearest
 from parallel3d.planner.cluster.cluster import Device
 from parallel3d.planner.cluster.schema import MOST_GPUS, Described, DeviceSpec, Seconds, WireSpec
@@ -34,7 +32,7 @@ class _Presets(Described):
     latency: Mapping[str, Seconds]
 
 
-_PRESETS = _Presets.model_validate(yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text(encoding="utf-8")))
+_PRESETS = _Presets.model_validate(described())
 MACHINES, LATENCY = _PRESETS.machines, _PRESETS.latency
 
 

@@ -188,7 +188,7 @@ class ClusterSpec(Described):
     # micro-batch beside ones that don't (tools/bench/results): in fp32, eager, on 2 H200s it would be 1.8; in bf16, compiled,
     # on 4 of them 1.3.
     overlap: float = Field(default=1.5, ge=1)
-    collective_seconds: Seconds = 20e-6  # fitted together with the latencies of presets.yaml
+    collective_seconds: Seconds = 20e-6  # fitted together with the latencies of costs/devices.yaml
     devices: Mapping[str, DeviceSpec] = {}
     hosts: tuple[HostSpec, ...]
     switches: tuple[SwitchSpec, ...] = ()

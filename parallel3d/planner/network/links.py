@@ -60,17 +60,24 @@ def algorithms(kind: CollectiveKind | Literal["send"], shape: Shape) -> tuple[tu
         return ((_phase([np.array([[0.0, 1.0, 1.0, 1.0]])], 1, 1),),)
     passes = 2 if kind == "all_reduce" else 1
     sizes = [sum(unit) for unit in shape]
-    members, rings = sum(sizes), {unit: _inside(unit) for unit in shape}
-    inside = [rings[unit] + (start, start, 0, 0) for unit, start in zip(shape, _starts(sizes), strict=True)]
-    ring = (_phase([np.concatenate([*inside, _across(sizes)])], passes * (members - 1) / members, passes),)
+    members, start = sum(sizes), 0
+    inside: list[tuple[int, _Messages]] = []
+    for unit, alike in groupby(shape):
+        count, size = len(list(alike)), sum(unit)
+        starts = np.arange(start, start + count * size, size)[:, None, None]
+        inside.append((size, _inside(unit) + starts * (1, 1, 0, 0)))
+        start += count * size
+    whole = [own.reshape(-1, 4) for _, own in inside]
+    ring = (_phase([np.concatenate([*whole, _across(sizes)])], passes * (members - 1) / members, passes),)
     if len(shape) == 1:
         return (ring,)
     hierarchical = _hierarchical(inside, sizes, passes) if max(sizes) > 1 else ring
-    return (ring, hierarchical, _tree(np.concatenate(inside), sizes) if kind == "all_reduce" else ring)
+    return (ring, hierarchical, _tree(np.concatenate(whole), sizes) if kind == "all_reduce" else ring)
 
 
-def _hierarchical(inside: list[_Messages], sizes: list[int], passes: int) -> tuple[Phase, ...]:
-    local = [own * (1, 1, n - 1, 1) / (1, 1, n, 1) for own, n in zip(inside, sizes, strict=True) if n > 1]
+def _hierarchical(inside: list[tuple[int, _Messages]], sizes: list[int], passes: int) -> tuple[Phase, ...]:
+    """inside: members of a unit, and messages of neighbouring units that are alike, [units, messages, 4]."""
+    local = [unit for n, own in inside if n > 1 for unit in own * (1, 1, n - 1, 1) / (1, 1, n, 1)]
     across, rails = _across(sizes), min(sizes)
     lanes = [across[rail::rails] * (1, 1, 1, rails) for rail in range(rails)]
     return (_phase(local, passes, passes), _phase(lanes, passes * (len(sizes) - 1) / len(sizes), passes))
@@ -81,9 +88,13 @@ def _tree(inside: _Messages, sizes: list[int]) -> tuple[Phase, ...]:
     members, count, at = sum(sizes), len(sizes), _rails(sizes)
     local = inside * (1, 1, 2 * (members - 1), 2) / (1, 1, members, count)
     depth = (count - 1).bit_length()  # on each way up the lowest bit of a node's number rises
-    pairs = [(node, _parent(node, count)) for node in range(1, count)]
-    pairs += [(count - 1 - child, count - 1 - parent) for child, parent in pairs]
-    a, b = np.array(pairs + [(parent, child) for child, parent in pairs]).T
+    # The tree whose root is 0 and whose odd nodes are leaves; the other one counts from the other end.
+    node = np.arange(1, count)
+    bit = node & -node
+    parent = (node ^ bit) | (bit << 1)
+    parent = np.where(parent < count, parent, node ^ bit)
+    up = np.concatenate([np.stack([node, parent]), count - 1 - np.stack([node, parent])], axis=1)
+    a, b = np.concatenate([up, up[::-1]], axis=1)
     between = _messages(at[a], at[b], 0.5 / min(sizes), 2 * depth / at[a].size)
     return (_phase([np.concatenate([local, between])], 1 / _TREE_EFFICIENCY, 1),)
 
@@ -114,13 +125,6 @@ def _rails(sizes: Sequence[int]) -> Integers:
 
 def _messages(source: Integers, target: Integers, share: float, steps: float) -> _Messages:
     return np.stack(np.broadcast_arrays(source.ravel(), target.ravel(), share, steps), axis=1)
-
-
-def _parent(node: int, count: int) -> int:
-    """Return a node's parent in the tree whose root is 0 and whose odd nodes are leaves."""
-    bit = node & -node
-    parent = (node ^ bit) | (bit << 1)
-    return parent if parent < count else node ^ bit
 
 
 def _phase(lanes: list[_Messages], bytes_factor: float, steps_factor: float) -> Phase:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from itertools import chain
 from typing import Literal, TypeVar
 
@@ -21,7 +21,14 @@ from parallel3d.planner.calibrate.calibration import Calibration
 from parallel3d.planner.cluster.cluster import Device
 from parallel3d.planner.network.links import Network
 from parallel3d.planner.predict.chunk_memory import MemoryReplay
-from parallel3d.planner.predict.costs import SplitLayout, StepCost, StepPrediction, least_computing, of_stages
+from parallel3d.planner.predict.costs import (
+    SplitLayout,
+    StepCost,
+    StepPrediction,
+    fullness_of,
+    least_computing,
+    of_stages,
+)
 from parallel3d.planner.predict.memory import MemoryModel
 from parallel3d.planner.predict.profile import ModelProfile, frozen_infos, layer_units, stage_layers
 from parallel3d.planner.predict.program import (
@@ -39,6 +46,7 @@ from parallel3d.planner.search.result import StageMemory
 from parallel3d.schedule.builders import WHOLE_BACKWARDS, placement_of
 from parallel3d.schedule.instructions import Program
 from parallel3d.schedule.lifetimes import LiveLimits, peak_live
+from parallel3d.schedule.lowering import lower
 from parallel3d.schedule.memory import most_in_flight
 from parallel3d.schedule.timing import Simulation
 from parallel3d.specs import TiedLayerSpec
@@ -129,28 +137,42 @@ class Predictor:
         - compute: the schedule, if it isn't a named one.
         """
         split = self._split_layout(layout, places, bounds=bounds)
-        if split.sharded is None:
-            return self._predict(split, compute)
-        limits = live_limits(self.profile().config.zero_optimization, split.sharded.elements)
-        found = [self._predict(split, compute, limits[0])]
-        for more in limits[1:]:
-            if found[-1].fits:
-                found.append(self._predict(split, compute, more))
+        choices: Sequence[LiveLimits | None] = [None]
+        if split.sharded is not None:
+            choices = live_limits(self.profile().config.zero_optimization, split.sharded.elements)
+        found: list[StepPrediction] = []
+        for limits in choices:
+            memory, simulate = self._program(split, compute, limits)
+            fits = fullness_of(memory) <= 1.0
+            if fits or not found:
+                found.append(self._step(split, memory, simulate(), limits))
+            if not fits:  # with more room even less
+                break
         return min(found, key=lambda step: step.rank)
 
-    def _predict(self, split: SplitLayout, compute: Program | None, limits: LiveLimits | None = None) -> StepPrediction:
-        layout = split.layout
-        sharded = None
-        if split.sharded is not None and limits is not None:
-            freed = partial(self._freed, split)
-            sharded = split.sharded.lifetimes(limits), lambda program: split.sharded.in_elements(freed(program))
-        simulation = self._programs.simulation(
-            layout, split.buckets, split.policy, timed_micro_batches(layout), compute=compute, sharded=sharded
-        )
+    def _program(
+        self, split: SplitLayout, compute: Program | None, limits: LiveLimits | None
+    ) -> tuple[tuple[StageMemory, ...], Callable[[], Simulation]]:
+        """Return the memory of each stage as a layout's program needs it, and a function that makes its simulation."""
+        layout, micro_batches = split.layout, timed_micro_batches(split.layout)
+        replay = self._programs.replay(layout, micro_batches) if compute is None else MemoryReplay.of(lower(compute))
+        given = layout, split.buckets, split.policy, micro_batches
+        if split.sharded is None or limits is None:
+            program, simulate = self._programs.make(*given, compute=compute)
+            return self._memory_of(split, replay, program), simulate
+        freed = self._freed(split, replay)
+        sharded = split.sharded.lifetimes(limits), split.sharded.in_elements(freed)
+        program, simulate = self._programs.make(*given, compute=compute, sharded=sharded)
+        sizes = [{unit: size.nbytes for unit, size in own.items()} for own in split.sharded.sizes]
+        gathered = map(peak_live, program.instructions, sizes, freed or [[]] * layout.stages)
+        return self._memory_of(split, replay, program, list(gathered)), simulate
+
+    def _step(
+        self, split: SplitLayout, memory: tuple[StageMemory, ...], simulation: Simulation, limits: LiveLimits | None
+    ) -> StepPrediction:
         cost, makespan = self._timed(split, simulation)
         optimizer = self.calibration.factors["optimizer"].value * split.optimizer_seconds()
         seconds = makespan + optimizer + self.calibration.fixed.value
-        memory = self._memory_of(split, simulation.program)
         return StepPrediction(split, simulation, cost, makespan, optimizer, seconds, memory, limits)
 
     def least(self, layout: Layout) -> float:
@@ -206,7 +228,7 @@ class Predictor:
         if exactly:
             buckets = make_buckets(stages, len(placement), policies[0], layout.replicas)
         else:
-            buckets = rough_buckets(stages, len(placement))
+            buckets = rough_buckets(stages, layers, bounds, policies[0], layout.replicas)
         units = layer_units(profile.specs, layers) if exactly and layout.zero == 3 else ()
         sharded = sharded_weights(layout, policies, layers, units, stages, frozen, placement, bounds) if units else None
         return SplitLayout(layout, links, layers, samples, placement, bounds, times, policies, stages, buckets, sharded)
@@ -260,26 +282,23 @@ class Predictor:
             self._stage_times[key] = [slowest[stage] for stage in links.first_alike]
         return self._stage_times[key]
 
-    def _memory_of(self, split: SplitLayout, program: Program) -> tuple[StageMemory, ...]:
-        """Return the memory of each stage, as the calibration corrects it."""
-        layout, replay = split.layout, MemoryReplay.of(program)
+    def _memory_of(
+        self, split: SplitLayout, replay: MemoryReplay, program: Program, gathered: Sequence[int] | None = None
+    ) -> tuple[StageMemory, ...]:
+        """Return the memory of each stage, as the calibration corrects it. gathered: bytes of sharded weights at a time."""
+        layout = split.layout
         model, samples = self.memory_model(layout.units), untimed_flight(layout, program.num_micro_batches)
-        gathered = [0] * layout.stages
-        if split.sharded is not None:
-            sizes = [{unit: size.nbytes for unit, size in own.items()} for own in split.sharded.sizes]
-            freed = self._freed(split, program) or [[]] * layout.stages
-            gathered = list(map(peak_live, program.instructions, sizes, freed))
-        stages = enumerate(zip(map(self.capacity, split.links.devices), gathered, strict=True))
+        rooms = map(self.capacity, split.links.devices)
+        stages = enumerate(zip(rooms, gathered or [0] * layout.stages, strict=True))
         found = (model.stage(replay, split.bounds, layout, k, *room, samples, live) for k, (room, live) in stages)
         return tuple(map(self.calibration.correct_memory, found))
 
-    def _freed(self, split: SplitLayout, program: Program) -> list[list[int]]:
+    def _freed(self, split: SplitLayout, replay: MemoryReplay) -> list[list[int]]:
         """Return the bytes that activations leave in each run of each stage below their peak, if weights fill them."""
         offload, layout = split.policy.weight_offload, split.layout
         if offload is None or not offload.fills or self.profile(layout.units).device != "cuda":
             return []
-        replay, model = MemoryReplay.of(program), self.memory_model(layout.units)
-        found = []
+        model, found = self.memory_model(layout.units), []
         for stage in range(layout.stages):
             chunks = model.chunks(replay, split.bounds, layout, stage)
             most = replay.peak(stage, chunks).within
@@ -298,7 +317,7 @@ class Predictor:
         No prediction is needed, only those stages' lists of instructions.
         """
         links, timed = self.links(layout, exactly=False), timed_micro_batches(layout, exactly=False)
-        memory, replay = self.memory_model(layout.units), self._programs.replay(layout, timed)
+        memory, replay = self.memory_model(layout.units), self._programs.replay(layout, timed, roughly=True)
         bounds, _ = self._chunks(layout, links, replay.placement, exactly=False)
         samples, one = layout.micro_batch * untimed_flight(layout, timed), layout.model_copy(update={"micro_batch": 1})
         # A long pipeline is the fullest at its ends, or in the middle.
@@ -315,7 +334,7 @@ class Predictor:
         shares = by_op(fastest.compute.sum(axis=1) / fastest.total.sum())
         policy, timed = replace(self.profile().policy(layout.zero), stage=0), timed_micro_batches(layout, exactly=False)
         none = Buckets(((),) * len(placement), ())
-        simulation = self._programs.simulation(layout, none, policy, timed, roughly=True)
+        simulation = self._programs.make(layout, none, policy, timed, roughly=True)[1]()
 
         def step(costs: Sequence[float]) -> float:
             return simulation.makespan(lambda i: shares.get(i.op, 0.0) * costs[i.chunk])

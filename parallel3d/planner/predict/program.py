@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import accumulate, pairwise
 
 from parallel3d.config.layout import Layout
+from parallel3d.costs.layer_profile import LayerProfile
 from parallel3d.parameters import ParameterInfo
 from parallel3d.planner.predict.chunk_memory import MemoryReplay
 from parallel3d.schedule.builders import build
@@ -15,7 +17,7 @@ from parallel3d.schedule.lifetimes import Lifetimes
 from parallel3d.schedule.lowering import add_collectives, lower, lower_rank
 from parallel3d.schedule.timing import Simulation
 from parallel3d.schedule.zero_bubble import looped_zero_bubble
-from parallel3d.zero.layout import Owners, by_owners, lay_out
+from parallel3d.zero.layout import Owners, bucket_limit, by_owners, lay_out
 from parallel3d.zero.policy import ZeroPolicy
 
 _ROUGH_BUCKETS = 4  # of a chunk, in a rough prediction
@@ -49,12 +51,27 @@ def make_buckets(
     return Buckets(tuple(tuple(found.get((c,), ())) for c in range(num_chunks)), tuple(replicas))
 
 
-def rough_buckets(stages: Sequence[Sequence[ParameterInfo]], num_chunks: int) -> Buckets:
-    """Return a few equal buckets per chunk. stages: one parameter for each set of owners, see ModelProfile.merged."""
+def rough_buckets(
+    stages: Sequence[Sequence[ParameterInfo]],
+    layers: Sequence[LayerProfile],
+    bounds: Sequence[int],
+    policy: ZeroPolicy,
+    num_replicas: int,
+) -> Buckets:
+    """Return equal buckets of each chunk: a few, but no fewer than the limit of a bucket's size allows.
+
+    stages: one parameter for each set of owners, see ModelProfile.merged; bounds: of the chunks, in layers.
+    """
     found = {info.owners: info.parameter.numel() for parameters in stages for info in parameters}
-    parts = [found.get((c,), 0) // _ROUGH_BUCKETS for c in range(num_chunks)]
+    sizes = [found.get((c,), 0) for c in range(len(bounds) - 1)]
+    limit = bucket_limit(max(sizes), policy, policy.num_shards(num_replicas))
+    # What a layer adds to the number of buckets: each larger parameter is one of its own.
+    different = {id(layer): layer for layer in layers if layer.tie is None}
+    added = {key: sum(min(1.0, p.numel() / limit) for _, p in layer.parameters) for key, layer in different.items()}
+    before = list(accumulate((added.get(id(layer), 0.0) for layer in layers), initial=0.0))
+    counts = [max(_ROUGH_BUCKETS, int(before[b] - before[a])) for a, b in pairwise(bounds)]
     replicas = [(owners, numel) for owners, numel in sorted(found.items()) if len(owners) > 1]
-    return Buckets(tuple((part,) * _ROUGH_BUCKETS for part in parts), tuple(replicas))
+    return Buckets(tuple((size // n,) * n for size, n in zip(sizes, counts, strict=True)), tuple(replicas))
 
 
 # Arguments of schedule.builders.build, and whether an order is searched for that is about as short.
@@ -74,11 +91,12 @@ class Programs:
         lowered = cache(lambda schedule: lower(compute(schedule)))
         self._whole = cache(lambda schedule, added: add_collectives(lowered(schedule), *added))
         self._simulation = cache(lambda schedule, added: Simulation(self._whole(schedule, added)))
-        self._replay = cache(
+        self._replay = cache(lambda schedule: MemoryReplay.of(lowered(schedule)))
+        self._rough_replay = cache(
             lambda schedule: MemoryReplay(compute(schedule).placement, partial(lower_rank, compute(schedule)))
         )
 
-    def simulation(
+    def make(
         self,
         layout: Layout,
         buckets: Buckets,
@@ -86,30 +104,30 @@ class Programs:
         num_micro_batches: int,
         roughly: bool = False,
         compute: Program | None = None,
-        sharded: tuple[Lifetimes, Callable[[Program], Sequence[Sequence[int]]]] | None = None,
-    ) -> Simulation:
-        """Return a simulation of what the executor runs.
+        sharded: tuple[Lifetimes, Sequence[Sequence[int]]] | None = None,
+    ) -> tuple[Program, Callable[[], Simulation]]:
+        """Return what the executor runs, and a function that makes its simulation.
 
-        compute: the schedule, if it isn't a named one; sharded: lifetimes of weights, and what is freed in a program (see
-        Lifetimes.add_to).
+        compute: the schedule, if it isn't a named one; sharded: lifetimes of weights, and what is freed (see Lifetimes.add_to).
         """
         owners, partitioned = tuple(owners for owners, _ in buckets.replicas), policy.stage > 0 and layout.replicas > 1
         added = tuple(map(len, buckets.of_chunk)), owners, partitioned, policy.reduce_per_micro_batch
         schedule = _schedule(layout, num_micro_batches, roughly)
-        if compute is None and sharded is None:
-            return self._simulation(schedule, added)
         program = self._whole(schedule, added) if compute is None else add_collectives(lower(compute), *added)
-        if sharded is None:
-            return Simulation(program)
-        lifetimes, freed = sharded
-        return Simulation(lifetimes.add_to(program, freed(program)), lifetimes.uses)
+        if sharded is not None:
+            lifetimes, freed = sharded
+            program = lifetimes.add_to(program, freed)
+            return program, partial(Simulation, program, lifetimes.uses)
+        return program, partial(self._simulation, schedule, added) if compute is None else partial(Simulation, program)
 
-    def replay(self, layout: Layout, num_micro_batches: int) -> MemoryReplay:
-        """Return the replay of a rough program (see `_schedule`), without collectives, which hold nothing.
+    def replay(self, layout: Layout, num_micro_batches: int, roughly: bool = False) -> MemoryReplay:
+        """Return the replay of a program without collectives, which hold nothing.
 
-        A stage's list is lowered when it is first used: for most layouts a few stages show that they don't fit.
+        roughly: of a rough program (see `_schedule`), of which a stage's list is lowered when it is first used: for most
+        layouts a few stages show that they don't fit.
         """
-        return self._replay(_schedule(layout, num_micro_batches, roughly=True))
+        schedule = _schedule(layout, num_micro_batches, roughly)
+        return self._rough_replay(schedule) if roughly else self._replay(schedule)
 
 
 def _compute(schedule: _Schedule) -> Program:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, chain
+from operator import itemgetter
 from typing import NamedTuple
 
 import networkx as nx
@@ -13,25 +15,27 @@ from markupsafe import Markup
 from parallel3d.planner.cluster.cluster import natural
 from parallel3d.planner.formats import MEMORY_UNITS, duration, unit_of
 from parallel3d.planner.report.drawing import WIDTH, colours_of, place_legend, render
-from parallel3d.planner.search.result import LinkLoad, PlanResult, Prediction
+from parallel3d.planner.search.result import LinkLoad, PlanResult, StageMemory
 from parallel3d.schedule.draw import ticks
 
 _RESERVED = "reserved beyond (CUDA, NCCL, gaps)"
 
 
-def memory_chart(prediction: Prediction, names: list[str], standalone: bool = False) -> Markup:
+def memory_chart(stages: Sequence[StageMemory], names: Sequence[str], layout: str, standalone: bool = False) -> Markup:
     """Draw a bar for each stage, its parts stacked at the peak, then what is reserved beyond; a line at the device's capacity.
 
+    - stages: without a line where the capacity is 0, as on a CPU. layout: in words.
     - names: of the stages. Rows get thinner, and names fewer, where there are many.
     - standalone: on a white ground.
     """
-    stages, left, right = prediction.memory, 170, WIDTH - 150
+    left, right = 170, WIDTH - 150
     height = max(6.0, min(26.0, 900 / len(stages)))
     full = 1.02 * max(max(stage.capacity, stage.reserved) for stage in stages)
     pixels = (right - left) / full
     bottom = 8 + height * len(stages)
     colours = colours_of(part for stage in stages for part, nbytes in stage.parts.items() if nbytes)
-    colours[_RESERVED] = "#aeb6bf"
+    if any(stage.reserved > sum(stage.parts.values()) for stage in stages):
+        colours[_RESERVED] = "#aeb6bf"
     rows = []
     for stage in stages:
         held = {**stage.parts, _RESERVED: max(0, stage.reserved - sum(stage.parts.values()))}
@@ -52,21 +56,22 @@ def memory_chart(prediction: Prediction, names: list[str], standalone: bool = Fa
         right=right,
         bottom=bottom,
         height=bottom + 42 + legend_height,
-        label=f"Memory of each stage of {prediction.layout} against its device",
+        with_capacity=any(stage.capacity for stage in stages),
+        label=f"Memory of each stage of {layout} against its device",
         standalone=standalone,
     )
 
 
-def breakdown_chart(prediction: Prediction) -> Markup:
-    """Draw the seconds of a step as one bar of the parts that they go to, the mean of ranks."""
-    shown = {part: seconds for part, seconds in prediction.breakdown.items() if seconds > 0}
+def breakdown_chart(breakdown: Mapping[str, float], layout: str) -> Markup:
+    """Draw the seconds of a step as one bar of the parts that they go to, the mean of ranks. layout: in words."""
+    shown = {part: seconds for part, seconds in breakdown.items() if seconds > 0}
     whole, bars, at = sum(shown.values()) or 1.0, [], 0.0
     for part, colour in colours_of(shown).items():
         share = shown[part] / whole
         bars.append((at, WIDTH * share, f"{part} {duration(shown[part])} ({share:.1%})", colour))
         at += WIDTH * share
     legend, below = place_legend({words: colour for _, _, words, colour in bars}, 0, 46)
-    label = f"Seconds of a step of {prediction.layout}: " + ", ".join(words for _, _, words, _ in bars)
+    label = f"Seconds of a step of {layout}: " + ", ".join(words for _, _, words, _ in bars)
     return render("breakdown.jinja", bars=bars, legend=legend, height=46 + below, label=label)
 
 
@@ -79,7 +84,7 @@ class _Axis:
     def __init__(self, numbers: Sequence[float], start: float, end: float) -> None:
         low, high = min(numbers), max(numbers)
         margin = 0.06 * (high - low) or 0.1 * high or 1.0
-        self.low, self.high = max(low - margin, 0.0), high + margin
+        self.low, self.high = low - margin if low < 0 else max(low - margin, 0.0), high + margin
         self.start, self.end = start, end
 
     def at(self, number: float) -> float:
@@ -122,6 +127,47 @@ def trade_off_chart(result: PlanResult, standalone: bool = False) -> Markup | No
         legend=place_legend(colours, x.start, y.start + 38)[0],
         standalone=standalone,
     )
+
+
+# Points of a line are thinned out to the least and the most of each of so many parts of its x axis.
+_PARTS = 500
+
+
+def line_chart(
+    name: str, segments: Sequence[Sequence[tuple[float, float]]], shown: Callable[[float], str], colour: str
+) -> Markup | None:
+    """Draw points (samples, value), a line for each segment, as of a restarted training; None without a finite value.
+
+    shown: formats a value.
+    """
+    finite = [[(x, y) for x, y in segment if math.isfinite(y)] for segment in segments]
+    points = list(chain.from_iterable(finite))
+    if not points:
+        return None
+    x = _Axis([samples for samples, _ in points], 80, WIDTH - 20)
+    y = _Axis([value for _, value in points], 210, 32)
+    return render(
+        "lines.jinja",
+        label=f"{name}: from {shown(points[0][1])} to {shown(points[-1][1])}",
+        name=name,
+        x=x,
+        y=y,
+        samples=[(x.at(tick), f"{tick:,.0f}") for tick in ticks(x.low, x.high)],
+        values=[(y.at(tick), shown(tick)) for tick in ticks(y.low, y.high, 5)],
+        lines=[[(x.at(a), y.at(b)) for a, b in _thinned(segment)] for segment in finite if segment],
+        last=points[-1],
+        shown=shown(points[-1][1]),
+        colour=colour,
+    )
+
+
+def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    size = max(1, math.ceil(len(points) / _PARTS))
+    if size < 3:
+        return list(points)
+    parts = [points[k : k + size] for k in range(0, len(points), size)]
+    ends = [sorted({min(part, key=itemgetter(1)), max(part, key=itemgetter(1))}) for part in parts]
+    return [point for part in ends for point in part]
 
 
 _AXIS_COLOURS = {"pipe": "#2f69b4", "data": "#2e8752", "model": "#b8671a"}

@@ -6,7 +6,7 @@ import base64
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -48,7 +48,7 @@ def drawings(result: PlanResult) -> dict[str, str]:
     for winner in result.best[:1]:
         if result.timeline:
             found["timeline.svg"] = timeline_chart(as_timeline(result.timeline, winner.stages), winner)
-        found["memory.svg"] = memory_chart(winner, _stage_names(result, winner), standalone=True)
+        found["memory.svg"] = memory_chart(winner.memory, _stage_names(result, winner), winner.layout, standalone=True)
     trade_off = trade_off_chart(result, standalone=True)
     return found if trade_off is None else {**found, "trade_off.svg": trade_off}
 
@@ -62,10 +62,9 @@ def html_page(result: PlanResult) -> str:
     ranked = result.best[:_MOST_RANKED]
     details = [_details(result, prediction) for prediction in ranked]
     timeline = as_timeline(result.timeline, ranked[0].stages) if ranked and result.timeline else None
-    drawn = None if timeline is None else columns(timeline)
+    drawn = {} if timeline is None else {"time": columns(timeline)}
     places = sorted(result.map[:_MOST_PLACES], key=lambda place: natural(place.host))
     links = sorted(result.links, key=lambda link: -link.seconds)
-    data = json.dumps({"details": details, "timeline": drawn}, separators=(",", ":"), ensure_ascii=False).encode()
     return render(
         "page.html",
         plan=result,
@@ -82,9 +81,14 @@ def html_page(result: PlanResult) -> str:
         links=links[:_MOST_LINKS],
         config=_indented(result.config),
         scripts=launch_scripts(result, "config.json"),
-        # In letters that HTML leaves alone: 200,000 instructions of a timeline in under 2 MB.
-        data=base64.b64encode(zlib.compress(data)).decode(),
+        data=packed({"details": details, "timelines": drawn}),
     )
+
+
+def packed(data: Mapping[str, object]) -> str:
+    """Return a page's data in letters that HTML leaves alone: 200,000 instructions of a timeline in under 2 MB."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
+    return base64.b64encode(zlib.compress(text.encode())).decode()
 
 
 def _details(result: PlanResult, prediction: Prediction) -> Markup:
@@ -94,8 +98,8 @@ def _details(result: PlanResult, prediction: Prediction) -> Markup:
         "layout.html",
         prediction=prediction,
         names=names,
-        breakdown=breakdown_chart(prediction),
-        memory=memory_chart(prediction, names),
+        breakdown=breakdown_chart(prediction.breakdown, prediction.layout),
+        memory=memory_chart(prediction.memory, names, prediction.layout),
         placement=placement_of(prediction.placement, prediction.stages, prediction.chunks),
         layers=result.halves if prediction.units == "half" else result.layers,
         differences=[] if prediction is result.best[0] else list(differences(prediction, result.best[0])),

@@ -24,13 +24,15 @@ def as_timeline(spans: tuple[TimelineSpan, ...], num_stages: int) -> Timeline:
     return Timeline.of(made, num_stages)
 
 
-def columns(timeline: Timeline, limit: int = 250_000) -> dict[str, object]:
+def columns(timeline: Timeline, limit: int = 250_000, seconds: float | None = None) -> dict[str, object]:
     """Return the columns that the page draws and names instructions from, each lane's spans in the order of their starts.
+
+    seconds: length of the time axis, if it is longer than the timeline.
 
     If there are more than `limit` spans, those in the middle of the step, where a schedule repeats itself, are left out:
     "left_out" is then (tick from, tick to, number). Starts are differences to the span before.
     """
-    full = timeline.makespan or 1.0
+    full = seconds or timeline.makespan or 1.0
     spans, gap = _both_ends(timeline, limit)
     shades, colours = _colours(timeline)
     ops = sorted({s.instruction.op for s in timeline.spans}, key=list(Op).index)

@@ -37,7 +37,7 @@ OUT_OF_PLAN = (
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("cohere-norms", r"Cohere.* model\.layers\.0\.self_attn has q_norm that works on what is sharded"),
+        ("cohere-norms", r"Cohere.* model\.layers\.0\.self_attn has q_norm, which would compute with sharded inputs"),
         ("deepseek", f"{LATENT} here; set tensor_parallel.size to 1, or {OUT_OF_PLAN}"),
         ("gpt-oss", r"GptOss.* nothing in the base_model_tp_plan .* names its layers; set tensor_parallel\.size to 1"),
     ],

@@ -1,11 +1,18 @@
 """Metrics, plots and progress."""
 
 import csv
+import io
+import re
+import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
+from torch import nn
 
+import parallel3d
 from parallel3d.monitor import MetricsFile, ProgressBar, plot_losses
 
 
@@ -47,3 +54,58 @@ def test_a_disabled_bar_is_silent(capsys: pytest.CaptureFixture[str]):
     with ProgressBar(1, enabled=False) as bar:
         bar.update(1, {"loss": "1"})
     assert capsys.readouterr().out == ""
+
+
+SAMPLES, TOKENS, WORDS, WIDTH, PEAK = 2, 8, 16, 4, 1e9
+
+
+def train(steps: int, **config: Any) -> None:
+    """Train a bigram model, whose forward is one product of [tokens, width] x [width, words]."""
+    model = nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS))
+    config = {"train_batch_size": SAMPLES, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **config}
+    engine = parallel3d.initialize(model=model, config={"monitor": {"peak_flops": PEAK}, **config})[0]
+    for _ in range(steps):
+        engine.backward(engine(torch.zeros(SAMPLES, TOKENS, dtype=torch.int64)).square().mean())
+        engine.step()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_steps_line_has_tokens_and_mfu(capsys: pytest.CaptureFixture[str], compiled: bool):
+    train(6, steps_per_print=3, compile={"enabled": compiled, "backend": "aot_eager"})
+    out, err = capsys.readouterr()
+    lines = re.findall(r"^step (\d): .* ([\d.e-]+) s/step, .* ([\d.e+]+) tokens/s, MFU ([\d.]+)%, memory", out, re.M)
+    assert [int(step) for step, *_ in lines] == [3, 6]
+    assert err == ""
+    for _, seconds, tokens, mfu in lines:
+        assert float(tokens) * float(seconds) == pytest.approx(SAMPLES * TOKENS, rel=1e-3)
+        flops = 3 * 2 * SAMPLES * TOKENS * WIDTH * WORDS
+        assert float(mfu) / 100 == pytest.approx(flops / (float(seconds) * PEAK), rel=1e-3, abs=6e-4)
+
+
+def test_a_terminal_has_a_bar_instead_of_lines(monkeypatch: pytest.MonkeyPatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "xterm")
+    train(4, steps_per_print=2, monitor={"peak_flops": PEAK, "progress": 8})
+    sys.stdout.flush()
+    shown = screen.getvalue()
+    assert "step 2: " not in shown
+    for part in ("loss ", "grad norm ", "lr 0.1", "tokens/s", "MFU ", "memory "):
+        assert part in shown
+
+
+def test_all_that_is_printed_goes_through_the_logger(capsys: pytest.CaptureFixture[str]):
+    level = parallel3d.logger.level
+    parallel3d.logger.setLevel("WARNING")
+    try:
+        train(1, steps_per_print=1, dump_state=True, memory_breakdown=True, wall_clock_breakdown=True)
+        assert capsys.readouterr() == ("", "")
+        parallel3d.logger.warning("of the script")
+        assert capsys.readouterr() == ("", "of the script\n")
+    finally:
+        parallel3d.logger.setLevel(level)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import struct
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,23 +33,28 @@ def train(steps: int, **monitors: Any) -> parallel3d.DeepSpeedEngine:
     return engine
 
 
-# (name, value, samples) of the losses and rates of two such steps.
-TOLD = [
-    ("Train/Samples/train_loss", 1.0, 4),
-    ("Train/Samples/lr", 0.125, 4),
-    ("Train/Samples/train_loss", 0.875, 8),
-    ("Train/Samples/lr", 0.125, 8),
-]
+# Samples -> values of two such steps. The gradient of w is 1.
+WRITTEN = {
+    4: {"train_loss": 1.0, "lr": 0.125, "grad_norm": 1.0},
+    8: {"train_loss": 0.875, "lr": 0.125, "grad_norm": 1.0},
+}
+SERIES = {
+    f"Train/Samples/{name}": [(samples, values[name]) for samples, values in WRITTEN.items()] for name in WRITTEN[4]
+}
 
 
 def test_a_csv_file_of_each_value(tmp_path: Path):
     engine = train(2, csv_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": "run"})
     engine.monitor.write_events([("Eval/my accuracy", torch.tensor(0.5), 8)])
-    assert {path.name: path.read_text().split() for path in (tmp_path / "run").iterdir()} == {
+    files = {path.name: path.read_text().split() for path in (tmp_path / "run").glob("*.csv")}
+    assert files == {
         "Train_Samples_train_loss.csv": ["step,train_loss", "4,1.0", "8,0.875"],
         "Train_Samples_lr.csv": ["step,lr", "4,0.125", "8,0.125"],
+        "Train_Samples_grad_norm.csv": ["step,grad_norm", "4,1.0", "8,1.0"],
         "Eval_my_accuracy.csv": ["step,my", "accuracy", "8,0.5"],
     }
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (config["layout"], config["optimizer"]["params"]) == ("pp1,1f1b,m1,mb4", {"lr": RATE})
 
 
 def test_a_scripts_own_monitor_goes_on_with_the_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -58,66 +66,150 @@ def test_a_scripts_own_monitor_goes_on_with_the_files(monkeypatch: pytest.Monkey
     assert (tmp_path / "run" / "Train_loss.csv").read_text().split() == ["step,loss", "4,0.5", "8,1.0"]
 
 
-def test_tensorboard_gets_scalars(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    told: list[Any] = []
-    writer = SimpleNamespace(add_scalar=lambda *scalar: told.append(scalar), flush=lambda: None)
-    fake = SimpleNamespace(SummaryWriter=lambda log_dir: told.append(log_dir) or writer)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
-    train(2, tensorboard={"enabled": True, "output_path": str(tmp_path), "job_name": "run"})
-    assert told == [str(tmp_path / "run"), *TOLD]
+def test_what_is_due_is_written_with_its_step(tmp_path: Path):
+    """Speed, memory, and the times of DeepSpeed's names, in the step that prints; each line of the run's file is a step."""
+    folder = tmp_path / "run"
+    train(4, run_record={"directory": str(folder)}, steps_per_print=2, monitor={"peak_flops": 1e9}).monitor.flush()
+    start, *steps = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    assert start["config"]["layout"] == "pp1,1f1b,m1,mb4"
+    assert [step["samples"] for step in steps] == [4, 8, 12, 16]
+    plain = {"time", "samples", "train_loss", "lr", "grad_norm"}
+    times = {f"elapsed_time_ms_{part}" for part in "forward backward backward_inner backward_allreduce step".split()}
+    speed = {"seconds_per_step", "samples_per_second", "memory_gib", "bubble", "mfu"}
+    assert [set(step) - plain for step in steps] == [set(), speed | times, set(), speed | times]
+    last = steps[-1]
+    assert last["samples_per_second"] * last["seconds_per_step"] == pytest.approx(SAMPLES)
+    # A product of 4 x 1 x 1, and twice that in the backward.
+    assert last["mfu"] * 1e9 * last["seconds_per_step"] == pytest.approx(3 * 2 * SAMPLES)
+    assert last["elapsed_time_ms_backward"] >= last["elapsed_time_ms_backward_inner"] > 0
 
 
-class Wandb:
-    """Weights & Biases: one run at a time, in which steps must not fall."""
+def test_tensorboards_own_reader_finds_the_scalars(tmp_path: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    def __init__(self) -> None:
-        self.run: Any = None
-        self.begun: list[dict[str, Any]] = []
-        self.told: list[Any] = []
+    engine = train(2, tensorboard={"enabled": True, "output_path": str(tmp_path), "job_name": "run"})
+    engine.monitor.flush()
+    found = EventAccumulator(str(tmp_path / "run"))
+    found.Reload()
+    assert set(found.Tags()["scalars"]) == set(SERIES)
+    for name, series in SERIES.items():
+        assert [(event.step, event.value) for event in found.Scalars(name)] == series
+    [text] = found.Tensors("config/text_summary")
+    assert b'"layout": "pp1,1f1b,m1,mb4"' in text.tensor_proto.string_val[0]
 
-    def init(self, **settings: Any) -> Any:
-        self.begun.append(settings)
-        self.run = SimpleNamespace(log=lambda values, step=None: self.told.append((values, step)))
-        return self.run
+
+def history(run: Any) -> list[dict[str, Any]]:
+    """Finish an offline run and read its rows: a log of LevelDB's format, of wandb's own records."""
+    import wandb
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    run.finish()
+    wandb.teardown()  # waits for the process that writes the file
+    data, rows, at, part = Path(run.settings.sync_file).read_bytes(), [], 7, b""
+    while at < len(data):
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        part += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or its last part
+            items = Record.FromString(part).history.item  # none in records of other kinds
+            rows += [{"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items}] if items else []
+            part = b""
+        if (left := -at % 32768) < 7:  # of a block
+            at += left
+    return rows
 
 
 @pytest.fixture
-def wandb(monkeypatch: pytest.MonkeyPatch) -> Wandb:
-    fake = Wandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    return fake
+def wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    import wandb
+
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    yield wandb
+    wandb.teardown()
 
 
-def test_wandb_begins_one_run(wandb: Wandb):
-    train(2, wandb={"enabled": True, "project": "p", "team": "t", "group": "auto"})
-    assert wandb.begun == [{"project": "p", "group": None, "entity": "t"}]
-    assert wandb.told == [({name: value}, samples) for name, value, samples in TOLD]
+def test_an_offline_run_of_wandb_has_the_values(wandb: Any):
+    train(2, wandb={"enabled": True, "project": "p", "team": "t", "group": "auto"}).monitor.flush()
+    assert (wandb.run.project, wandb.run.entity) == ("p", "t")
+    assert wandb.run.config["layout"] == "pp1,1f1b,m1,mb4"
+    rows = {row["_step"]: row for row in history(wandb.run)}
+    for samples, values in WRITTEN.items():
+        assert {name: rows[samples][f"Train/Samples/{name}"] for name in values} == values
 
 
-def test_wandb_goes_on_with_a_librarys_run_that_counts_other_steps(wandb: Wandb):
+def test_a_librarys_run_of_wandb_that_counts_other_steps_is_joined(wandb: Any):
     engine = train(0, wandb={"enabled": True})
-    wandb.init(project="of the Trainer's callback")  # after `initialize`, before the first step
+    run = wandb.init(project="of-the-trainers-callback")  # after `initialize`, before the first step
+    run.log({"train/loss": 3.0})
     engine.backward(engine(torch.ones(SAMPLES, 1)).mean())
     engine.step()
-    assert len(wandb.begun) == 1
-    assert wandb.told == [({name: value, "Train/Samples": samples}, None) for name, value, samples in TOLD[:2]]
+    engine.monitor.flush()
+    assert wandb.run is run
+    *_, row = history(run)
+    assert (row["_step"], row["Train/Samples"], row["Train/Samples/train_loss"]) == (1, SAMPLES, 1.0)
+
+
+def test_mlflows_file_store_has_the_values(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    import mlflow
+
+    section = {"enabled": True, "tracking_uri": tmp_path.as_uri(), "experiment_name": "e", "run_name": "r"}
+    train(2, mlflow=section).monitor.flush()
+    mlflow.flush_async_logging()
+    run = mlflow.active_run()
+    mlflow.end_run()
+    assert run.info.run_name == "r"
+    client = mlflow.MlflowClient()
+    for name, series in SERIES.items():
+        assert [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, name)] == series
+    assert mlflow.artifacts.load_dict(f"{run.info.artifact_uri}/config.json")["layout"] == "pp1,1f1b,m1,mb4"
 
 
 def test_comet_gets_metrics_at_its_interval(monkeypatch: pytest.MonkeyPatch):
-    told: list[Any] = []
+    written: list[Any] = []
     experiment = SimpleNamespace(
-        set_name=told.append, log_metric=lambda name, value, step: told.append((name, value, step))
+        set_name=written.append,
+        log_parameters=lambda config: None,
+        log_metric=lambda name, value, step: written.append((name, value, step)),
     )
-    fake = SimpleNamespace(start=lambda **settings: told.append(settings) or experiment)
+    fake = SimpleNamespace(start=lambda **settings: written.append(settings) or experiment)
     monkeypatch.setitem(sys.modules, "comet_ml", fake)
     section = {"enabled": True, "project": "p", "api_key": "secret", "experiment_name": "n", "samples_log_interval": 8}
     config = load({"comet": section})
     assert "secret" not in repr(config)
     assert "secret" not in config.model_dump_json()
     MonitorMaster(config, writes_here=True).write_events([("a", 1, 0), ("a", 2, 7), ("b", 3, 7), ("a", 4, 8)])
-    settings, name, *metrics = told
+    settings, name, *metrics = written
     assert (settings["project"], settings["api_key"], settings["workspace"], name) == ("p", "secret", None, "n")
     assert metrics == [("a", 1.0, 0), ("b", 3.0, 7), ("a", 4.0, 8)]
+
+
+class Own:
+    """A script's own monitor, which fails at its second call."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        self.calls.append(config["layout"])
+
+    def write_events(self, events: Sequence[tuple[str, float, int]]) -> None:
+        if len(self.calls) > 1:
+            raise OSError("disk full")
+        self.calls.append(events)
+
+
+def test_a_scripts_own_monitor_and_that_its_failure_ends_no_training():
+    engine, own = train(0), Own()
+    engine.monitor.add("mine", own)
+    engine.monitor.write_events([("Eval/accuracy", torch.tensor(0.5), 0)])
+    assert own.calls == ["pp1,1f1b,m1,mb4", [("Eval/accuracy", 0.5, 0)]]
+    with pytest.warns(UserWarning, match="nothing more is written to mine: OSError: disk full"):
+        engine.monitor.write_events([("Eval/accuracy", 1.0, 4)])
+    assert not engine.monitor.enabled
+    engine.monitor.write_events([("Eval/accuracy", 1.0, 8)])
 
 
 def test_one_rank_writes(tmp_path: Path):
@@ -130,6 +222,6 @@ def test_one_rank_writes(tmp_path: Path):
 
 def test_a_package_that_is_missing_stops_no_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.warns(UserWarning, match=r"wandb.enabled is true, but nothing is written there: .*wandb.*; install it"):
-        train(1, wandb={"enabled": True}, csv_monitor={"enabled": True, "output_path": str(tmp_path)})
-    assert len(list(tmp_path.glob("*/*.csv"))) == 2
+    with pytest.warns(UserWarning, match=r"nothing more is written to wandb: .*wandb.*; install it"):
+        train(1, wandb={"enabled": True}, csv_monitor={"enabled": True, "output_path": str(tmp_path)}).monitor.flush()
+    assert len(list(tmp_path.glob("*/*.csv"))) == 3

@@ -12,7 +12,7 @@ tables for H100s some rows, between which others are as near. They differ in wha
   "selective" recomputes the fused attention. gpt3 and the smaller nemotron4 hide more of tensor-parallel communication than
   the runtime here does.
 
-One rate of products for each kind of GPU is fitted to these steps (planner/cluster/presets.yaml), as are timing._OF_BANDWIDTH
+One rate of products for each kind of GPU is fitted to these steps (costs/devices.yaml), as are timing._OF_BANDWIDTH
 and ClusterSpec.overlap to those measured; nothing is fitted to a single case.
 
 Left out: Megatron-LM's own table for H100s, a picture; NeMo's and Megatron Bridge's tables, of FP8, or with parallel contexts

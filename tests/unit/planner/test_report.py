@@ -75,7 +75,7 @@ def test_page_holds_every_instruction_and_stays_small(shape, large):
     given_plan = large if shape == LARGE else plan(shape)
     html = html_page(given_plan)
     assert len(html.encode()) < 3_000_000
-    timeline = page_data(html)["timeline"]
+    timeline = page_data(html)["timelines"]["time"]
     assert timeline["left_out"] is None
     drawn = {(name, stage): (start, end) for name, stage, start, end in spans_of(timeline)}
     assert len(drawn) == len(given_plan.timeline)

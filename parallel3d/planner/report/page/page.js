@@ -20,7 +20,7 @@ function takeTitles(root) { // a <title>'s own tooltip comes late and can't be s
   }
 }
 document.addEventListener("mousemove", event => {
-  if (event.target === $("time")) return;
+  if (event.target.tagName === "CANVAS") return;
   const over = event.target.closest?.("[data-tip]");
   tell(over && over.dataset.tip, event.clientX, event.clientY);
 });
@@ -99,8 +99,8 @@ for (const svg of document.querySelectorAll(".chart svg")) {
 
 // ---- The timeline
 const LEFT = 74, TOP = 6, AXIS = 24, MARK = 4;
-function timeline(data) {
-  const canvas = $("time"), shown = canvas.getContext("2d");
+function timeline(id, data) {
+  const canvas = $(id), shown = canvas.getContext("2d");
   // What a move of the mouse doesn't change is drawn once, aside.
   const aside = document.createElement("canvas"), pen = aside.getContext("2d");
   const lanes = data.lanes.map(unpack);
@@ -333,9 +333,9 @@ function timeline(data) {
   }, { passive: false });
   const middle = () => cursor ? (lanes[cursor[0]].start[cursor[1]] + lanes[cursor[0]].end[cursor[1]]) / 2 : (from + to) / 2;
   const zoomIn = () => zoom(0.5, middle()), zoomOut = () => zoom(2, middle()), all = () => show(0, data.ticks);
-  $("zoom-in").addEventListener("click", zoomIn);
-  $("zoom-out").addEventListener("click", zoomOut);
-  $("zoom-all").addEventListener("click", all);
+  $(id + "-zoom-in").addEventListener("click", zoomIn);
+  $(id + "-zoom-out").addEventListener("click", zoomOut);
+  $(id + "-zoom-all").addEventListener("click", all);
 
   function step(stages, instructions) {
     let [stage, i] = cursor ?? [0, lanes[0].boxes[0]];
@@ -352,7 +352,7 @@ function timeline(data) {
     const at = lanes[stage];
     if (at.start[i] < from || at.end[i] > to) show(at.start[i] - (to - from) / 2, at.start[i] + (to - from) / 2);
     mark([stage, i]);
-    $("time-says").textContent = words(stage, i).replaceAll("\n", "; ");
+    $(id + "-says").textContent = words(stage, i).replaceAll("\n", "; ");
   }
   const keys = {
     ArrowLeft: () => step(0, -1), ArrowRight: () => step(0, 1), ArrowUp: () => step(-1, 0), ArrowDown: () => step(1, 0),
@@ -369,11 +369,11 @@ function timeline(data) {
     const entry = document.createElement("span");
     for (const c of colours) entry.appendChild(document.createElement("i")).style.background = c;
     entry.append(word);
-    $("time-legend").append(entry);
+    $(id + "-legend").append(entry);
   }
   const note = document.createElement("span");
   note.textContent = "number: micro-batch" + (data.ops.some(op => op.colours.length > 1) ? "; paler: a later chunk of the stage" : "");
-  $("time-legend").append(note);
+  $(id + "-legend").append(note);
   new ResizeObserver(redraw).observe(canvas);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   matchMedia("print").addEventListener("change", draw);
@@ -388,7 +388,7 @@ async function start() {
   const plain = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
   const data = await new Response(plain).json();
   details = data.details;
-  if (data.timeline) timeline(data.timeline);
+  for (const [id, drawn] of Object.entries(data.timelines)) timeline(id, drawn);
   document.body.dataset.ready = "yes";
 }
 start();
