@@ -10,7 +10,7 @@ ARGS ?=
 FUZZ_SECONDS ?= 3600
 TORCH ?= 2.11.0
 
-.PHONY: setup train test test-all test-versions readme docs fuzz lint clean
+.PHONY: setup train test test-all test-versions clusters readme docs fuzz lint clean
 
 setup: $(STAMP)
 
@@ -41,6 +41,10 @@ test-versions:
 	$(PYTHON) -m venv --clear build/versions
 	build/versions/bin/pip install -q torch==$(TORCH) -e ".[test]"
 	build/versions/bin/python -m pytest -n 3 --dist worksteal $(ARGS)
+
+# Training on two hosts, which are namespaces of this one: as root, with sshd, mpirun, munge and Slurm; skipped without.
+clusters: setup
+	$(BIN)/python -m pytest -n 4 tests/clustered.py $(ARGS)
 
 # README's commands, from the sdist, in an environment of their own.
 readme: setup

@@ -3,11 +3,11 @@
 The script is the same as for one node: the launcher says who meets where. Ranks of a stage are neighbours, so with as many
 stages as nodes the reductions of gradients stay within a node, and activations alone cross the network. With --save DIR, on a
 disk that all nodes see, it saves checkpoints and goes on from the newest when it is started again, even with other ranks.
-On Slurm, put the srun line into a batch script. Lines of a hostfile are such as: gpu-1 slots=8.
+Lines of a hostfile are such as: gpu-1 slots=8. docs/clusters.md tells more.
 
+parallel3d --hostfile hosts --max_restarts 3 examples/multi_node.py --save /shared/run              # starts all nodes by ssh
+sbatch examples/clusters/slurm.sbatch examples/multi_node.py --save /shared/run
 torchrun --nnodes 2 --node_rank 0 --nproc_per_node 8 --master_addr gpu-1 examples/multi_node.py     # on gpu-2: --node_rank 1
-srun --nodes 2 --ntasks-per-node 8 --gpus-per-node 8 python examples/multi_node.py --save /shared/run
-python -m parallel3d.launcher.deepspeed --hostfile hosts --no_local_rank examples/multi_node.py     # starts all nodes by ssh
 """
 
 import argparse

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -27,7 +27,11 @@ def missing(*programs: str) -> str | None:
         if shutil.which(program) is None:
             return f"{program} is not installed"
     tried = subprocess.run(
-        [*_UNSHARE, "ip", "link", "set", "lo", "up"], capture_output=True, text=True, timeout=20, check=False
+        [*_UNSHARE, "ip", "link", "add", "ports", "type", "bridge"],
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
     )
     return f"namespaces can't be made: {tried.stderr}" if tried.returncode else None
 
@@ -46,6 +50,8 @@ StrictModes no
 UsePAM no
 PidFile none
 LogLevel ERROR
+ClientAliveInterval 5
+ClientAliveCountMax 2
 """
 _SSH = """IdentityFile {folder}/key
 UserKnownHostsFile /dev/null
@@ -54,29 +60,47 @@ LogLevel ERROR
 """
 
 
-class Host:
-    """A host; its init process is sshd, and its interface eth0."""
+class Namespaces:
+    """Namespaces whose first process, `init`, does some commands, then waits for `go`, then becomes a program."""
 
-    def __init__(self, name: str, address: str, folder: Path) -> None:
-        self.name, self.address, self._folder = name, address, folder
-        (folder / f"sshd.{name}").write_text(_SSHD.format(address=address, folder=folder))
-        boot = f"hostname {name} && mount --bind {folder}/hosts /etc/hosts && ip link set lo up && read ready"
-        boot += f" && exec {SSHD} -D -e -f {folder}/sshd.{name}"
-        self._unshare = subprocess.Popen([*_UNSHARE, "sh", "-c", boot], stdin=subprocess.PIPE)
-        own = Path(f"/proc/{self._unshare.pid}/task/{self._unshare.pid}/children")
-        while not (children := own.read_text().split()):
-            time.sleep(0.01)
-        self.init = int(children[0])
-        while os.readlink(f"/proc/{self.init}/ns/net") == os.readlink("/proc/self/ns/net"):
-            time.sleep(0.01)
+    def __init__(self, commands: str, program: str) -> None:
+        boot = f"{commands} && echo ready && read go && exec {program}"
+        self._unshare = subprocess.Popen([*_UNSHARE, "sh", "-c", boot], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._unshare.stdout is not None
+        assert self._unshare.stdout.readline() == b"ready\n"
+        self.init = int(Path(f"/proc/{self._unshare.pid}/task/{self._unshare.pid}/children").read_text())
+        self._own = os.readlink(f"/proc/{self.init}/ns/pid")
 
-    def boot(self) -> None:
-        """Give eth0, which is there by now, its address, and start sshd."""
-        subprocess.run(self.inside("ip", "addr", "add", f"{self.address}/24", "dev", "eth0"), check=True)
-        self.link("up")
+    def go(self) -> None:
         assert self._unshare.stdin is not None
         self._unshare.stdin.write(b"\n")
         self._unshare.stdin.close()
+
+    def end(self) -> None:
+        """End it, if it still lives."""
+        self._unshare.kill()
+        self._unshare.wait()
+        for stream in (self._unshare.stdin, self._unshare.stdout):
+            assert stream is not None
+            stream.close()
+
+
+class Host(Namespaces):
+    """A host; its init process is sshd, and its interface eth0."""
+
+    def __init__(self, name: str, address: str, folder: Path, switch: Namespaces) -> None:
+        self.name, self.address = name, address
+        (folder / f"sshd.{name}").write_text(_SSHD.format(address=address, folder=folder))
+        commands = f"hostname {name} && mount --bind {folder}/hosts /etc/hosts && ip link set lo up"
+        super().__init__(commands, f"{SSHD} -D -e -f {folder}/sshd.{name}")
+        on_switch = ["nsenter", "--target", str(switch.init), "--net", "ip", "link"]
+        port = f"port{self.init}"
+        cable = ["add", port, "type", "veth", "peer", "name", "eth0", "netns", str(self.init)]
+        subprocess.run([*on_switch, *cable], check=True)
+        subprocess.run([*on_switch, "set", port, "master", "ports", "up"], check=True)
+        subprocess.run(self.inside("ip", "addr", "add", f"{address}/24", "dev", "eth0"), check=True)
+        self.link("up")
+        self.go()
         while Path(f"/proc/{self.init}/comm").read_text() != "sshd\n":
             time.sleep(0.01)
 
@@ -92,35 +116,24 @@ class Host:
         """Kill all its processes at once, by the first."""
         os.kill(self.init, signal.SIGKILL)
 
-    def processes(self) -> list[str]:
-        """What runs there besides init: the command lines."""
-        found = []
+    def processes(self) -> dict[int, str]:
+        """The command lines of what runs there besides init, by this machine's ids."""
+        found = {}
         for place in Path("/proc").glob("[0-9]*"):
-            try:
+            with suppress(OSError):  # it has ended
                 if os.readlink(place / "ns/pid") == self._own and int(place.name) != self.init:
-                    found.append((place / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-            except OSError:
-                continue
-        return [line for line in found if line]
-
-    @property
-    def _own(self) -> str:
-        return os.readlink(f"/proc/{self.init}/ns/pid")
-
-    def end(self) -> None:
-        """End it, if it still lives."""
-        self._unshare.kill()
-        self._unshare.wait()
+                    found[int(place.name)] = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        return {pid: line for pid, line in found.items() if line}
 
 
 @contextmanager
 def two_hosts(
     folder: Path, names: Sequence[str] = ("host-a", "host-b"), last: Sequence[int] = (1, 2)
 ) -> Iterator[list[Host]]:
-    """Two hosts, joined by a cable, that find each other by name. last: the last number of their addresses.
+    """Two hosts, joined by a switch, that find each other by name. last: the last number of their addresses.
 
-    In the folder is `ssh`, the configuration with which each reaches the other, and `python`: a launcher that it runs has
-    imported torch for its ranks.
+    In the folder is `ssh`, the configuration with which each reaches the other, and `python` and `parallel3d`: a launcher that
+    they run has imported torch for its ranks.
     """
     folder.mkdir(parents=True, exist_ok=True)
     Path("/run/sshd").mkdir(exist_ok=True)
@@ -129,18 +142,20 @@ def two_hosts(
     addresses = [f"10.77.0.{number}" for number in last]
     lines = [f"{address} {name}\n" for address, name in zip(addresses, names, strict=True)]
     (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
-    python = folder / "python"
-    python.write_text(
-        f'#!/bin/sh\n[ "$1" = -m ] || exec {sys.executable} "$@"\nshift\nexec {sys.executable} -m forked_ranks "$@"\n'
-    )
-    python.chmod(0o755)
+    programs = {
+        "python": f'[ "$1" = -m ] || exec {sys.executable} "$@"\nshift\nexec {sys.executable} -m forked_ranks "$@"',
+        "parallel3d": f'exec {sys.executable} -m forked_ranks parallel3d.launcher "$@"',
+    }
+    for name, text in programs.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
     with ExitStack() as stack:
+        # Of its own, so that a host that is killed takes no interface of the other's with it.
+        switch = Namespaces("ip link add ports type bridge && ip link set ports up", "sleep infinity")
+        stack.callback(switch.end)
+        switch.go()
         hosts = []
         for name, address in zip(names, addresses, strict=True):
-            hosts.append(Host(name, address, folder))
+            hosts.append(Host(name, address, folder, switch))
             stack.callback(hosts[-1].end)
-        cable = [word for host in hosts for word in ("peer", "name", "eth0", "netns", str(host.init))][1:]
-        subprocess.run(["ip", "link", "add", *cable[:4], "type", "veth", "peer", *cable[5:]], check=True)
-        for host in hosts:
-            host.boot()
         yield hosts

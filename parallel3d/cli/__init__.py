@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import signal
 import sys
@@ -15,6 +17,7 @@ from parallel3d.planner import rare_collections
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's own) and return the exit code: 2 for a user's error."""
+    atexit.register(gc.freeze)  # else Python searches all objects for cycles when it ends: with PyTorch, for a second
     options = make_parser().parse_args(argv)
     module, _, function = options.run.partition(":")
     with rare_collections():

@@ -142,8 +142,8 @@ class WorkerAgent(LocalElasticAgent):
     def status(self, failures: Sequence[RankFailure]) -> int:
         """Return the job's exit code: that of the first failure, or that of the rank at fault on another host."""
         verdict, end = self._verdict(), time.monotonic() + _LEAVING_S
-        key = None if verdict is None else exit_key(int(verdict["rank"]))
-        elsewhere = verdict is not None and verdict["rank"] not in self._handlers()
+        culprit = -1 if verdict is None else int(verdict["rank"])
+        key, elsewhere = exit_key(culprit), verdict is not None and culprit not in self._handlers()
         while elsewhere and time.monotonic() < end:  # its launcher may be slower
             text = self._ask(lambda store: store.get(key) if store.check([key]) else None)
             if text is not None and status_of(text.decode()):
@@ -259,17 +259,23 @@ def _run(options: LaunchOptions, spare: set[int], remove_later: Callable[[str], 
         if not options.log_dir:
             remove_later(folder)
         logs = DefaultLogsSpecs(folder, tee=Std.ALL if options.log_dir else Std.NONE)
-        agent = WorkerAgent(spec, logs, spare, hosts)
-        if not agent.run().is_failed():
+        try:
+            return _run_agent(WorkerAgent(spec, logs, spare, hosts), hosts)
+        finally:
             if hosts is not None:
-                hosts.leave(LEFT)
-            return 0
+                hosts.rest()
+
+
+def _run_agent(agent: WorkerAgent, hosts: SeveralHosts | None) -> int:
+    """Run the agent to its end, say what has failed, and return the exit code."""
+    code = 0
+    if agent.run().is_failed():
         failures = agent.report()
-    if failures:
-        print(summary(failures), file=sys.stderr, flush=True)
-    code = agent.status(failures)
+        if failures:
+            print(summary(failures), file=sys.stderr, flush=True)
+        code = agent.status(failures)
     if hosts is not None and not hosts.is_cut_off:
-        hosts.leave(FAILED)
+        hosts.leave(FAILED if code else LEFT)
     return code
 
 

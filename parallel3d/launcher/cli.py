@@ -107,8 +107,8 @@ def launch_parser(prog: str = "parallel3d") -> Parser:
     _add_starting(parser)
     _add_processes(parser)
     for name in _REFUSED:
-        flag = {"action": "store_true"} if name == "elastic_training" else {}
-        parser.add_argument(f"--{name}", help=argparse.SUPPRESS, **flag)
+        action = "store_true" if name == "elastic_training" else "store"
+        parser.add_argument(f"--{name}", help=argparse.SUPPRESS, action=action)
     # One positional for everything after the options: argparse would drop a "--" between two positionals.
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser

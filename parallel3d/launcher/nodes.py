@@ -199,7 +199,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         if process.stdin is not None:
             with suppress(OSError):
                 process.stdin.close()
-        if process.poll() is None and process.args[0] in ("mpirun", "srun"):  # type: ignore[index]
+        if process.poll() is None and process.args[0] in ("mpirun", "srun"):  # type: ignore[index,operator]
             process.terminate()
     end = time.monotonic() + 2 * GRACE_S
     for process in processes:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from threading import Thread
 
-from torch.distributed import DistError, PrefixStore, TCPStore
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
@@ -26,8 +28,8 @@ _JOB = "parallel3d"
 _JOIN_S = 600.0  # until a host that has not come is an error
 _LAST_CALL_S = 3.0  # until a restart goes on without hosts that have not come
 _ANSWER = timedelta(seconds=5)
-_LOOK_S, _LOST_S = 1.0, 15.0  # between two signs of life, and until a host without is lost
-_LEAVE_S = 5.0
+_LOOK_S, _LOST_S = 1.0, 10.0  # between two signs of life, and until a host without is lost
+_LEAVE_S, _REST_S = 5.0, 2.0
 
 RUNS, DONE, FAILED, LEFT = "runs", "done", "failed", "left"
 """States of a host in the store: its ranks run, have ended well or have failed for good; it has read that all are done."""
@@ -78,6 +80,8 @@ class SeveralHosts(DynamicRendezvousHandler):
                 f"host {node.hosts[0]} does not answer at {node.address}:{node.port}; look whether the job runs there, and "
                 f"for a firewall ({error})"
             ) from error
+        # torch's own store of the ranks is not found by a host that joins later. next_rendezvous makes one for each start.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         self = cls.from_backend(
             _JOB,
             store,
@@ -96,13 +100,9 @@ class SeveralHosts(DynamicRendezvousHandler):
         self._gather()
         return self
 
-    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
-        """Return the store that there is: ranks meet in it too, each start under a prefix of its own."""
-        return self._store
-
     @property
     def use_agent_store(self) -> bool:
-        """Whether ranks meet in the launchers' store."""
+        """Whether ranks meet in a launcher's store."""
         return True
 
     def _gather(self) -> None:
@@ -118,19 +118,27 @@ class SeveralHosts(DynamicRendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Return this host's place among those of the next start."""
-        info = super().next_rendezvous()
+        info, all_hosts = super().next_rendezvous(), len(self.node.hosts)
+        while (
+            info.world_size < all_hosts and self._store.add("starts", 0) == 0
+        ):  # one was slow: the first start is of all
+            info = super().next_rendezvous()
         if info.rank == 0:
             info.store.set("starts", str(self._store.add("starts", 1) - 1))
         self.starts, self._place = int(info.store.get("starts")), info.rank
         self._keys = [f"life/{place}" for place in range(info.world_size)]
         store = self._of_start(self._store)
+        if info.rank == 0:
+            address = self.node.address if self.node.index == 0 else self.node.hosts[self.node.index]
+            self._of_ranks = listen(0, address)
+            store.set("ranks", f"{address} {self._of_ranks.port}")
+        address, port = store.get("ranks").decode().split()
         store.set(self._keys[info.rank], f"{self.node.index} {RUNS} 0")
         store.wait(self._keys)
         self._signs = store.multi_get(self._keys)
-        self._looked = time.monotonic()
+        self._looked, self._waiting = time.monotonic(), 0
         self._lives = [self._looked] * info.world_size
-        where = RendezvousStoreInfo(self.node.address, self.node.port)
-        return RendezvousInfo(info.store, info.rank, info.world_size, where)
+        return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(address, int(port)))
 
     def look(self, state: str) -> str | None:
         """Give a sign of life once a second, and return what is wrong with another host, if anything is.
@@ -148,7 +156,7 @@ class SeveralHosts(DynamicRendezvousHandler):
                 return None
             self.cut_off()
             return f"host {self.node.hosts[0]}, which has the job's store, does not answer"
-        self._looked = time.monotonic()
+        self._looked, self._waiting = time.monotonic(), super().num_nodes_waiting()
         for place, (sign, before) in enumerate(zip(signs, self._signs, strict=True)):
             if sign != before:
                 self._lives[place] = self._looked
@@ -160,6 +168,10 @@ class SeveralHosts(DynamicRendezvousHandler):
             if other == RUNS and self._looked - self._lives[place] > _LOST_S:
                 return f"host {self.node.hosts[int(index)]} is lost: no sign of life for {_LOST_S:g} s"
         return None
+
+    def num_nodes_waiting(self) -> int:
+        """Return how many hosts wait to join, at the last look: asking waits as long as TCP if this host is cut off."""
+        return self._waiting
 
     def cut_off(self) -> None:
         """Note that the store does not answer."""
@@ -173,11 +185,23 @@ class SeveralHosts(DynamicRendezvousHandler):
         """Say that this host is through. The first one, whose store the others read, waits a moment for them."""
         end = time.monotonic() + _LEAVE_S
         self.look(state)
-        while self.node.index == 0 and not self.states() <= {LEFT, FAILED} and time.monotonic() < end:
+        while self.node.index == 0 and self._stays() and time.monotonic() < end:
             time.sleep(0.1)
             self.look(state)
 
-    def _of_start(self, store: TCPStore) -> PrefixStore:
+    def _stays(self) -> bool:
+        """Return whether a host that gave a sign of life just now has yet to leave."""
+        recent = time.monotonic() - 3 * _LOOK_S
+        states = (sign.decode().split()[1] for sign in self._signs)
+        return any(state in (RUNS, DONE) and lived > recent for state, lived in zip(states, self._lives, strict=True))
+
+    def rest(self) -> None:
+        """End the thread that keeps torch's rendezvous alive: Python's end would abort it, unless it waits for a lost host."""
+        ending = Thread(target=self._stop_heartbeats, daemon=True)
+        ending.start()
+        ending.join(_REST_S)
+
+    def _of_start(self, store: Store) -> PrefixStore:
         return PrefixStore(f"{_JOB}/{self.starts}", store)
 
 

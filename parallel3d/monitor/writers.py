@@ -101,8 +101,8 @@ class _Wandb:
 
         # A library, such as Hugging Face's Trainer, may have begun a run of which it counts the steps.
         self._joined = wandb.run is not None
-        begin = {"project": section.project, "group": section.group, "entity": section.team}
-        self._run: Any = wandb.run if self._joined else wandb.init(**begin)
+        begin = partial(wandb.init, project=section.project, group=section.group, entity=section.team)
+        self._run = wandb.run or begin()
         if self._joined:
             self._run.define_metric(f"{_PREFIX}*", step_metric="Train/Samples")
 

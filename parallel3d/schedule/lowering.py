@@ -54,17 +54,18 @@ def _with_transfers(program: Program, ranks: Sequence[int]) -> list[list[Instruc
     """Return the lists of some ranks with their transfers."""
     # The rules are the same for all micro-batches: they are applied once for each kind of instruction on each chunk.
     kinds = [Instruction(op, chunk, 0) for op in SENDS for chunk in range(program.num_chunks)]
-    sends = {i[:2]: send for i in kinds if (send := send_after(program, i)) is not None}
-    receives = {kind: receive for kind, send in sends.items() if (receive := matches(send)) is not None}
-    needed = {i[:2]: d for i in kinds for d in depends_on(i) if d.op in RECV_OPS}
-    channels = {kind: program.channel(send) for kind, send in sends.items()}
+    of_kind = {i[:2]: send for i in kinds if (send := send_after(program, i)) is not None}
+    sends = {kind: send[:2] for kind, send in of_kind.items()}
+    receives = {kind: receive[:2] for kind, send in of_kind.items() if (receive := matches(send)) is not None}
+    needed = {i[:2]: d[:2] for i in kinds for d in depends_on(i) if d.op in RECV_OPS}
+    channels = {kind: program.channel(send) for kind, send in of_kind.items()}
     queues: dict[tuple[int, int], list[Instruction]] = {c: [] for c in channels.values() if c[1] in ranks}
     place: dict[Instruction, tuple[tuple[int, int], int]] = {}  # RECV -> its channel, and its number there from 1 on
     for sender in {sender for sender, _ in queues}:
         for i in program.instructions[sender]:
             channel = channels.get(i[:2])
             if channel in queues:
-                receive = receives[i[:2]]._replace(micro_batch=i.micro_batch)
+                receive = Instruction(*receives[i[:2]], i.micro_batch)
                 queues[channel].append(receive)
                 place[receive] = channel, len(queues[channel])
 
@@ -76,7 +77,7 @@ def _with_transfers(program: Program, ranks: Sequence[int]) -> list[list[Instruc
                 yield from made
                 made = []
             if following is not None and following[:2] in needed:
-                receive = needed[following[:2]]._replace(micro_batch=following.micro_batch)
+                receive = Instruction(*needed[following[:2]], following.micro_batch)
                 if receive in place:
                     channel, stop = place[receive]
                     yield from queues[channel][posted[channel] : stop]
@@ -84,7 +85,7 @@ def _with_transfers(program: Program, ranks: Sequence[int]) -> list[list[Instruc
             if i is not None:
                 yield i
                 if i[:2] in sends:
-                    made.append(sends[i[:2]]._replace(micro_batch=i.micro_batch))
+                    made.append(Instruction(*sends[i[:2]], i.micro_batch))
         yield from made
 
     return [list(with_transfers(program.instructions[rank])) for rank in ranks]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from itertools import product
+from typing import Any
 
 from parallel3d.errors import ScheduleError
 from parallel3d.schedule.instructions import (
@@ -41,13 +42,15 @@ class WaitGraph:
         for i in (i for instructions in program.instructions for i in instructions):
             other = matches(i) if i.op in RECV_OPS else i
             assert other is not None
-            if other not in self.numbers:
-                self.numbers[other] = len(self.nodes)
+            number = self.numbers.setdefault(other, len(self.nodes))
+            if number == len(self.nodes):
                 self.nodes.append(other)
-            self.numbers[i] = self.numbers[other]
+            if other is not i:
+                self.numbers[i] = number
         self.lists = [[self.numbers[i] for i in instructions] for instructions in program.instructions]
         self.waits: list[list[int]] = [[] for _ in self.nodes]
         kinds = {i[:2] for i in self.numbers}
+        find: Any = self.numbers.get  # by a tuple, which is made faster and is equal
         last_in_line: dict[object, int] = {}
         for rank, instructions in enumerate(program.instructions):
             passed: int | None = None  # the last instruction that blocked the host
@@ -73,7 +76,7 @@ class WaitGraph:
                         waits.append(last_in_line[line])
                     last_in_line[line] = number
                 for need, at, is_own in dependences:
-                    known = self.numbers.get(Instruction(need, at, m if is_own else 0))
+                    known = find((need, at, m if is_own else 0, None, None))
                     if known is not None:
                         waits.append(known)
 

@@ -121,8 +121,9 @@ class Simulation:
         # REDUCE_GRADS -> the backward that launches it, and the share of that backward after which its bucket is full.
         self._releases: list[tuple[int, float] | None] = [None] * len(graph.nodes)
         for instructions, numbers in zip(self.program.instructions, self._lists, strict=True):
-            for position, backward in enumerate(numbers):
-                count = len(reduces_after(instructions, position))
+            launching = (k for k, (_, i) in enumerate(pairwise(instructions)) if i.op is Op.REDUCE_GRADS)
+            for position in launching:
+                backward, count = numbers[position], len(reduces_after(instructions, position))
                 for k, reduce in enumerate(numbers[position + 1 : position + 1 + count], start=1):
                     self._releases[reduce] = boundaries.within(backward, k / count)
                     self._waits[reduce] = [w for w in self._waits[reduce] if w != backward]

@@ -75,7 +75,7 @@ class ScratchFile:
     - directory: on the disk to use, such as `nvme_path`.
     - nbytes: size, which is taken at once.
     - block_bytes: size of a request, a multiple of 4096 (`aio.block_size`).
-    - in_flight: requests at a time, each of a thread (`aio.queue_depth` x `aio.intra_op_parallelism`).
+    - in_flight: reads at a time, and as many writes, each of a thread (`aio.queue_depth` x `aio.intra_op_parallelism`).
 
     The file has no name, so nothing is left after a kill that a later start could take for its own; `lsof +L1` lists it while
     it is used. Warns if the file system has no O_DIRECT: then reads and writes go through the page cache. Raises OffloadError.
@@ -99,7 +99,10 @@ class ScratchFile:
                 "through the page cache, which is slower and takes host memory; set nvme_path to a directory on a local disk",
                 stacklevel=2,
             )
-        self._threads = ThreadPoolExecutor(in_flight, thread_name_prefix="parallel3d disk")
+        # Threads for each direction: a disk that reads and writes at once would do one after the other for a single queue.
+        self._readers, self._writers = (
+            ThreadPoolExecutor(in_flight, thread_name_prefix=f"parallel3d disk {name}") for name in ("read", "write")
+        )
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return the next part of the file that isn't taken, as a flat tensor of zeros, mapped into memory page by page.
@@ -140,7 +143,8 @@ class ScratchFile:
 
     def close(self) -> None:
         """Wait for what is under way, then give the space back."""
-        self._threads.shutdown()
+        self._readers.shutdown()
+        self._writers.shutdown()
         self._file.close()
 
     def _start(self, offset: int, tensor: Tensor, is_read: bool) -> Transfer:
@@ -156,7 +160,8 @@ class ScratchFile:
         memory = tensor.detach().view(-1).view(torch.uint8).numpy().data
         starts = range(0, size, self._block_bytes)
         parts = ((memory[at : at + self._block_bytes], offset + at) for at in starts)
-        return Transfer([self._threads.submit(self._move, part, place, is_read) for part, place in parts])
+        threads = self._readers if is_read else self._writers
+        return Transfer([threads.submit(self._move, part, place, is_read) for part, place in parts])
 
     def _move(self, memory: memoryview, offset: int, is_read: bool) -> None:
         call, traffic = (os.preadv, self.reads) if is_read else (os.pwritev, self.writes)

@@ -2,51 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import redirect_stdout
-from io import StringIO
-from typing import Any, ClassVar
-
-import torch
-from collective_counts import Collectives
-from torch import nn
-
-import parallel3d
-from parallel3d.comm import log_summary
-from parallel3d.comm.log import LOG
-
-
-class Made(Collectives):
-    NAMES: ClassVar[dict[str, int]] = {
-        **Collectives.NAMES,
-        "allgather_": 1,
-    }  # a few words on which ranks agree, not logged
-
-
-def log_of(settings: dict[str, Any]) -> tuple[dict[Any, int], dict[Any, int], str]:
-    """Return the calls of two steps as logged, as counted below everything, and what is printed."""
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 1},
-        "gradient_clipping": 1.0,
-        "comms_logger": {"enabled": True, **settings},
-        "steps_per_print": None,
-    }
-    engine, *_ = parallel3d.initialize(model=nn.Linear(8, 8), config=config)
-    LOG.seconds.clear()
-    try:
-        with Made() as made, redirect_stdout(StringIO()) as printed:
-            for _ in range(2):
-                engine.backward(engine(torch.ones(4, 8)).square().mean())
-                engine.step()
-            counts = {(name, nbytes): count for (name, nbytes), count in made.counts.items() if name != "allgather_"}
-            logged = {(kind, nbytes): len(seconds) for (kind, nbytes, _), seconds in LOG.seconds.items()}
-        with redirect_stdout(printed):
-            log_summary(show_straggler=True)
-    finally:
-        LOG.settings = None
-        LOG.seconds.clear()
-    return logged, counts, printed.getvalue()
+from collective_counts import log_of
 
 
 def test_the_log_has_the_collectives_that_are_made(run_ranks):

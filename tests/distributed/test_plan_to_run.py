@@ -62,8 +62,12 @@ def test_a_plan_of_half_blocks_trains(tmp_path: Path, capsys):
     print(capsys.readouterr().out)
     best = json.loads((out / "plan.json").read_text())["best"][0]
     assert best["units"] == "half"
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    launcher = tmp_path / "bin" / "parallel3d"  # its ranks are forks of it
+    launcher.parent.mkdir()
+    launcher.write_text(f'#!/bin/sh\nexec {sys.executable} -m forked_ranks parallel3d.launcher "$@"\n')
+    launcher.chmod(0o755)
+    path, modules = f"{launcher.parent}:{os.environ['PATH']}", f"{ROOT}:{ROOT / 'tests'}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": modules, "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
         [out / "run.sh", script, "--model", model], env=environment, capture_output=True, text=True, timeout=200
     )

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import parallel3d
 from parallel3d import DeepSpeedEngine as Engine
 
-STEPS, ACCUMULATION, DP, CLIPPING = 25, 2, 2, 1.0
+STEPS, ACCUMULATION, DP, CLIPPING = 12, 2, 2, 1.0
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 SCALING = {"enabled": True, "initial_scale_power": 12}
 ZERO: list[dict[str, Any]] = [

@@ -38,7 +38,7 @@ PIPELINES: list[dict[str, Any]] = [
     {"stages": 2, "schedule": "zb-h1"},
     {"stages": 2, "schedule": "zbv", "num_chunks": 2, "placement": "v"},
 ]
-# With the fp32 cover of test_parity.py: all triples of ZeRO x schedule x precision.
+# With the fp32 cover of test_parity.py: all pairs of ZeRO, schedule and precision.
 EVERY_SCHEDULE = [
     *PIPELINES,
     {"stages": 2, "schedule": "gpipe", "num_chunks": 2, "placement": "v"},
@@ -123,6 +123,7 @@ def master_run() -> Run:
     return run_reference(MasterReference(), batches(STEPS * ACCUMULATION * 2), 2 * ACCUMULATION)
 
 
+@pytest.mark.every_second
 @pytest.mark.parametrize("zero", WITH_SHARDED, ids=str)
 @pytest.mark.parametrize("pipeline", EVERY_SCHEDULE, ids=lambda p: p.get("schedule", "no pipeline"))
 def test_bf16_follows_one_process_with_fp32_masters(run_ranks, pipeline: dict[str, Any], zero: dict[str, Any]):

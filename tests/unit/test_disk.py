@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager, suppress
 from multiprocessing.synchronize import Semaphore
 from pathlib import Path
 from random import Random
-from threading import Barrier, Thread
+from threading import Barrier, Event, Thread
 
 import pytest
 import torch
@@ -94,6 +94,16 @@ def test_transfers_of_any_dtype_run_at_once(tmp_path: Path) -> None:
         for (_, got), (_, part) in zip(reversed(into), sent, strict=True):
             assert torch.equal(got.view(torch.uint8), part.view(torch.uint8))
         assert content(file) == bytes(slab.numpy())
+
+
+def test_reads_do_not_wait_for_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, real = Event(), os.pwritev
+    monkeypatch.setattr(disk.os, "pwritev", lambda *args: real(*args) if read.wait(20) else 0)
+    with closing(ScratchFile(tmp_path, 2 * PAGE, in_flight=1)) as file:
+        written = file.write(0, pages(1, 1))
+        file.read(PAGE, allocate_slab(PAGE)).wait()
+        read.set()
+        written.wait()
 
 
 def test_o_direct_is_used_where_the_file_system_has_it(tmp_path: Path) -> None:

@@ -50,10 +50,13 @@ class _State(NamedTuple):
 
 
 class MemoryModel:
-    """Predicts the memory of a model's layouts, with what chunks hold found once for all layouts that have the same chunks."""
+    """Predicts the memory of a model's layouts, with what chunks hold found once for all layouts that have the same chunks.
+
+    gaps: bytes of gaps between an allocator's blocks, over those of tensors at the peak.
+    """
 
     def __init__(self, model: ModelProfile):
-        self.model = model
+        self.model, self.gaps = model, _GAPS if model.device == "cuda" else 0.0
         self._chunks: dict[object, ChunkMemory] = {}
         self._states: dict[object, _State] = {}
         given, one = model.config.optimizer, nn.Parameter(torch.empty(1))
@@ -106,7 +109,7 @@ class MemoryModel:
         phases = {phase: base + sum(parts.values()) for phase, parts in extra.items()}
         most = max(phases, key=lambda phase: phases[phase])
         allocated = phases[most]
-        gaps, outside = (round(allocated * _GAPS), self._outside(layout) + model.shared) if on_cuda else (0, 0)
+        gaps, outside = round(allocated * self.gaps), self._outside(layout) + model.shared if on_cuda else 0
         return StageMemory(
             stage=stage,
             parts={name: nbytes for name, nbytes in {**steady, **extra[most]}.items() if nbytes},
@@ -125,15 +128,16 @@ class MemoryModel:
         layers = self._layers(layout)
         each = [self._chunk((0,), (k, k + 1), layout, 0, splits=False).held.saved for k in range(len(layers))]
         # Alone each holds its output, which among others the next one may not need.
-        share = self.held(layout) / max(1, sum(each))
+        share = self.held(layout)[0] / max(1, sum(each))
         policy, moments = self.model.policy(layout.zero), self._moments or 2
         alike = {id(layer): [ParameterInfo("", p, (0,)) for _, p in layer.parameters] for layer in layers}
         state = {key: predict_state(own, policy, layout.replicas, moments).steady for key, own in alike.items()}
         return [float(state[id(layer)]) for layer in layers], [share * nbytes for nbytes in each]
 
-    def held(self, layout: Layout) -> int:
-        """Return the bytes that a micro-batch saves for its backward in all layers, as one chunk."""
-        return self._chunk((0,), (0, len(self.model.specs)), layout, 0, splits=False).held.saved
+    def held(self, layout: Layout) -> tuple[int, int]:
+        """Return the bytes of a micro-batch in all layers as one chunk: saved for its backward, deferred by a split one."""
+        whole, split = (self._chunk((0,), (0, len(self.model.specs)), layout, 0, splits) for splits in (False, True))
+        return whole.held.saved, split.held.deferred
 
     def chunks(self, replay: MemoryReplay, bounds: Sequence[int], layout: Layout, stage: int) -> dict[int, ChunkMemory]:
         """Return the memory of a micro-batch on each chunk of a stage."""

@@ -363,6 +363,8 @@ class Predictor:
 
 def _fastest(times: Sequence[Times], placement: Sequence[int]) -> tuple[Times, tuple[float, ...] | None]:
     """Return the times of the fastest stage, and each chunk's total over that one's; None if all stages are equally fast."""
+    if len({id(each) for each in times}) == 1:
+        return times[0], None
     totals = [float(each.total.sum()) for each in times]
     least = min(totals)
     return times[totals.index(least)], None if least == max(totals) else tuple(totals[s] / least for s in placement)

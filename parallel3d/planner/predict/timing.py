@@ -68,7 +68,7 @@ class Times:
         """Multiply compute without exchanges by `factors`, [3, layers or chunks] or one for all."""
         return replace(self, compute=(self.compute - self.exchanges) * factors + self.exchanges)
 
-    @property
+    @cached_property
     def total(self) -> Floats:
         """Seconds of a micro-batch's forward and backward, [layers or chunks]."""
         total: Floats = self.compute.sum(axis=0)

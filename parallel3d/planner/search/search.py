@@ -106,8 +106,8 @@ class Bounds:
       filling and draining of its pipeline; infinite if the model can't be split over this number of tensor-parallel ranks.
     - passing: of a step in which a micro-batch passes all chunks forward and back. It is the last one or the first one on the
       slowest chunk, whose forwards or backwards of all others come before or after it.
-    - bytes: of the fullest rank, with state and activations in flight spread evenly; host: of what it offloads to the host's
-      memory.
+    - bytes: of the fullest rank, with state and activations in flight spread evenly, and the allocator's gaps; host: of what it
+      offloads to the host's memory.
     - why_not_sharded: number of tensor-parallel ranks -> the reason why layers can't be split over them.
     """
 
@@ -151,7 +151,7 @@ class Bounds:
 
     def _bound_bytes(self, space: Space) -> Floats:
         predictor, found = self._predictor, np.zeros((2, len(space)))
-        profile = predictor.profile()
+        profile, memory = predictor.profile(), predictor.memory_model(None)
         for chosen in _groups(space.tensor_ranks, space.replicas, space.zero):
             layout = space.layout(chosen[0])
             bounds = 0, len(profile.specs)
@@ -167,9 +167,12 @@ class Bounds:
         for chosen in _groups(space.tensor_ranks, space.sequence_parallel, space.recompute):
             one = space.layout(chosen[0]).model_copy(update={"micro_batch": 1, "units": None})
             stages, samples = space.stages[chosen], _EVEN * space.micro_batch[chosen]
-            held = predictor.memory_model(None).held(one)
-            in_flight = np.where(space.all_in_flight[chosen], np.inf, stages)
-            found[0, chosen] += held * samples * np.minimum(in_flight, space.micro_batches[chosen]) / stages
+            held, deferred = memory.held(one)
+            saved = held * np.minimum(space.in_flight[chosen], space.micro_batches[chosen])
+            # Between the two parts of a backward the gradients of at least one chunk's weights are deferred.
+            late = deferred / space.chunks[chosen] * ~space.whole_backwards[chosen]
+            found[0, chosen] += samples * np.maximum(saved, late) / stages
+        found[0] *= 1.0 + predictor.calibration.memory["slack"].value * memory.gaps
         return found
 
 
@@ -217,6 +220,7 @@ class BranchAndBound:
         self.capacity, self.host_capacity = map(max, zip(*sizes, strict=True))
         self.evaluated: dict[Layout, StepPrediction | OutOfMemory] = {}
         self._roomy: set[Layout] = set()
+        self._layout = cache(space.layout)
         self._bounds_of_one = cache(predictor.least_computing), cache(predictor.least)
 
     @property
@@ -265,8 +269,8 @@ class BranchAndBound:
             _, n, k, number = heappop(waiting)
             if passing[k] > limit:
                 continue
-            layout = self.space.layout(k)
-            if layout in self.evaluated or any(other in self._roomy for other in _no_slower(layout)):
+            layout = self._layout(k)
+            if layout in self.evaluated or (self._roomy and not self._roomy.isdisjoint(_no_slower(layout))):
                 continue
             if _with_whole_weights(layout) in fitting:
                 continue

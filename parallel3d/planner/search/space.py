@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from parallel3d.config.layout import Layout, PartialLayout
-from parallel3d.planner.network.fabric import Integers
+from parallel3d.planner.network.fabric import Floats, Integers
 from parallel3d.schedule.builders import WHOLE_BACKWARDS
 
 BoolArray = npt.NDArray[np.bool_]
@@ -75,9 +75,12 @@ class Space:
         return np.array([variant.schedule in WHOLE_BACKWARDS for variant in VARIANTS])[self.variant]
 
     @property
-    def all_in_flight(self) -> BoolArray:
-        """Whether the schedule holds all micro-batches."""
-        return np.array([variant.schedule == "gpipe" for variant in VARIANTS])[self.variant]
+    def in_flight(self) -> Floats:
+        """Micro-batches in flight on the first stage, of as many as the schedule wants."""
+        schedule = np.array([variant.schedule for variant in VARIANTS])[self.variant]
+        interleaved = ((self.chunks + 1) * self.stages - 1) / self.chunks  # see schedule.builders.interleaved
+        held = np.where(schedule == "interleaved", interleaved, self.stages)
+        return np.where(schedule == "gpipe", np.inf, held)
 
     @property
     def shapes(self) -> Integers:
@@ -122,7 +125,7 @@ def enumerate_space(
     num_chunks = space.stages * space.chunks
     most_searched = _MOST_SEARCHED_LARGE if num_ranks > LARGE else _MOST_SEARCHED
     is_searched = np.array([variant.schedule == "zb-looped" for variant in VARIANTS])[space.variant]
-    is_breadth_first = space.all_in_flight
+    is_breadth_first = np.isinf(space.in_flight)
     is_asked = fixed.decided("schedule") == "gpipe"
     kept = (
         (space.shapes.prod(axis=1) == num_ranks)
