@@ -43,9 +43,10 @@ test-versions:
 	build/versions/bin/pip install -q torch==$(TORCH) -e ".[test]"
 	build/versions/bin/python -m pytest -n 3 --dist worksteal $(ARGS)
 
-# Training on two hosts, which are namespaces of this one: as root, with sshd, mpirun, munge and Slurm; skipped without.
+# Training on two hosts, which are namespaces of this one: as root, with sshd, mpirun, munge and Slurm; skipped without. And by Ray.
 clusters: setup
-	$(BIN)/python -m pytest -n 4 tests/clustered.py $(ARGS)
+	$(BIN)/pip install -q -c constraints.txt -e ".[ray]"
+	$(BIN)/python -m pytest -n 4 tests/clustered.py tests/ray_trainer.py $(ARGS)
 
 # README's commands, from the sdist, in an environment of their own.
 readme: setup

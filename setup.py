@@ -64,6 +64,7 @@ MONITORS = {
 }
 PLOT = ["matplotlib>=3.8"]  # of tools/bench/curves.py
 EXAMPLES = ["scikit-learn>=1.5"]
+RAY = ["ray[train]>=2.50"]
 HUGGINGFACE = ["accelerate>=1.10", "peft>=0.17", "trl>=1.0", "datasets>=4"]
 DOCS = ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.30", "nbconvert>=7.16", "ipykernel>=6.29"]
 TEST = [
@@ -134,6 +135,7 @@ setup(
         **MONITORS,
         "examples": EXAMPLES,
         "huggingface": HUGGINGFACE,
+        "ray": RAY,
         "docs": DOCS,
         "test": TEST + PLOT + EXAMPLES,
     },

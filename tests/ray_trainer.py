@@ -1,4 +1,4 @@
-"""The engine in Ray Train: an example, whose workers Ray starts again after one was killed."""
+"""The engine in Ray Train: an example, whose workers Ray starts again after one was killed. Run by `make clusters`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 STEPS, BATCH = 15, 32
 SCRIPT = """
 import os, signal, time
@@ -67,7 +67,6 @@ def plain_losses() -> list[float]:
 
 
 def test_ray_restarts_a_pipeline_from_its_own_copy_of_a_checkpoint(tmp_path: Path):
-    pytest.importorskip("ray.train", reason='needs Ray: pip install "ray[train]"')
     script = tmp_path / "killed_once.py"
     script.write_text(SCRIPT)
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}", "RAY_DEDUP_LOGS": "0"}
