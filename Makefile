@@ -19,7 +19,7 @@ setup: $(STAMP)
 
 $(PACKAGE): setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt -e ".[plot]"
+	$(BIN)/pip install -q -c constraints.txt -e .
 	touch $(PACKAGE)
 
 $(STAMP): $(PACKAGE)

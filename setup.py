@@ -62,7 +62,7 @@ MONITORS = {
     "comet": ["comet_ml>=3.47"],
     "mlflow": ["mlflow-skinny>=2.14"],
 }
-PLOT = ["matplotlib>=3.8"]
+PLOT = ["matplotlib>=3.8"]  # of tools/bench/curves.py
 EXAMPLES = ["scikit-learn>=1.5"]
 HUGGINGFACE = ["accelerate>=1.10", "peft>=0.17", "trl>=1.0", "datasets>=4"]
 DOCS = ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.30", "nbconvert>=7.16", "ipykernel>=6.29"]
@@ -131,7 +131,6 @@ setup(
         "shtab>=1.7",
     ],
     extras_require={
-        "plot": PLOT,
         **MONITORS,
         "examples": EXAMPLES,
         "huggingface": HUGGINGFACE,

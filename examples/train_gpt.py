@@ -1,9 +1,9 @@
 """A GPT from scratch: a byte-level GPT on real text, with pipeline stages, tensor-parallel ranks and replicas.
 
 The model (gpt.py) is a list of layers that slice themselves, the text (corpus.py) yours or Python's standard library. It shows
-a layout from the command line, evaluation on held-out text, checkpoints that any layout goes on from, generation, metrics, and
-timelines of a step, measured and simulated. Every layout trains on the same samples in the same order, so the loss depends on
-the layout by rounding alone.
+a layout from the command line, evaluation on held-out text, checkpoints that any layout goes on from, generation, a page of
+the training, and timelines of a step, measured and simulated. Every layout trains on the same samples in the same order, so
+the loss depends on the layout by rounding alone.
 
 parallel3d --num_procs 4 examples/train_gpt.py                      # 2 stages x 2 replicas on the CPU
 parallel3d --num_gpus 4 examples/train_gpt.py --layout pp4          # NCCL, one GPU a rank
@@ -28,7 +28,6 @@ from torch import Tensor
 
 import parallel3d
 from parallel3d.config import Layout, parse_layout
-from parallel3d.monitor import MetricsFile, ProgressBar, plot_losses
 from parallel3d.monitor.run_record import RunRecord, find_run_records
 from parallel3d.pipe import LayerSpec, PipelineModule, PipeModelDataParallelTopology
 from parallel3d.planner.calibrate.runs import compare_run, print_comparison
@@ -73,13 +72,15 @@ def choose_layout(args: argparse.Namespace) -> Layout:
     return parse_layout(args.layout or f"pp{stages},dp{world_size // stages}")
 
 
-def make_config(args: argparse.Namespace, layout: Layout) -> dict[str, Any]:
+def make_config(args: argparse.Namespace, layout: Layout, directory: Path) -> dict[str, Any]:
     return {
         "train_batch_size": args.batch,
         "train_micro_batch_size_per_gpu": args.micro_batch,
         "optimizer": {"type": "AdamW", "params": {"lr": args.lr, "betas": [0.9, 0.99], "weight_decay": 0.01}},
         "gradient_clipping": 1.0,
-        "steps_per_print": None,
+        "steps_per_print": max(1, args.steps // 20),
+        "monitor": {"progress": args.steps},
+        "run_record": {"directory": str(directory)},
         "seed": args.seed,
         "dataloader_shuffle": True,
         "zero_optimization": {"stage": layout.zero or 0},
@@ -150,32 +151,19 @@ class Generator:
         return result
 
 
-def train(engine: parallel3d.Engine, args: argparse.Namespace, held_out: HeldOut, metrics: MetricsFile | None) -> None:
-    bar = ProgressBar(args.steps, enabled=metrics is not None)
-    eval_loss, bubble = held_out.loss(), "-"
-    tokens = args.batch * args.context
+def train(engine: parallel3d.Engine, args: argparse.Namespace, held_out: HeldOut) -> None:
     memory_step = engine.global_steps + 3
-    with bar:
-        for step in range(engine.global_steps + 1, args.steps + 1):
-            measured = step % args.eval_every == 0 or step in (2, args.steps)
-            if measured:
-                engine.reports.profile_next_batch()
-            elif step == memory_step:
-                engine.reports.profile_next_batch("memory")
-            start = time.perf_counter()
-            loss = float(engine.train_batch())
-            row = {"step": step, "loss": loss, "tokens_per_s": tokens / (time.perf_counter() - start)}
-            row["grad_norm"] = float(engine.get_global_grad_norm())
-            if measured:
-                row["eval_loss"] = eval_loss = held_out.loss()
-                row["bubble"] = engine.reports.timeline()[1].bubble
-                bubble = f"{row['bubble']:.0%}"
-                if args.save:
-                    engine.save_checkpoint(args.save)
-            if metrics is not None:
-                metrics.write(row)
-            shown = {"loss": f"{loss:.3f}", "held-out": f"{eval_loss:.3f}", "bubble": bubble}
-            bar.update(step, {**shown, "tokens/s": f"{row['tokens_per_s']:,.0f}"})
+    for step in range(engine.global_steps + 1, args.steps + 1):
+        measured = step % args.eval_every == 0 or step in (2, args.steps)
+        if measured:
+            engine.reports.profile_next_batch()
+        elif step == memory_step:
+            engine.reports.profile_next_batch("memory")
+        engine.train_batch()
+        if measured:
+            engine.monitor.write_events([("eval_loss", held_out.loss(), engine.global_samples)])
+            if args.save:
+                engine.save_checkpoint(args.save)
 
 
 def write_timelines(engine: parallel3d.Engine, directory: Path | None) -> None:
@@ -209,7 +197,8 @@ def main() -> None:
     train_text, held_out_text = load_corpus(args.data)
     parallel3d.init_distributed()
     layout = choose_layout(args)
-    config = make_config(args, layout)
+    folder = Path(args.out) / time.strftime("%Y-%m-%d_%H-%M-%S")  # rank 0's is used
+    config = make_config(args, layout, folder)
     engine, *_ = parallel3d.initialize(
         model=make_model(args, layout, config),
         config=config,
@@ -217,31 +206,26 @@ def main() -> None:
         lr_scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: learning_rate(s, args.steps)),
     )
     held_out = HeldOut(engine, Windows(held_out_text, args.context, args.eval_windows))
-    directory = None
-    if engine.global_rank == 0:
-        directory = Path(args.out) / time.strftime("%Y-%m-%d_%H-%M-%S")
+    directory = folder if engine.global_rank == 0 else None
+    if directory is not None:
         directory.mkdir(parents=True)
         print(f"{len(train_text):,} bytes to train on, {len(held_out_text):,} held out; results in {directory}")
-    columns = ["step", "loss", "grad_norm", "eval_loss", "tokens_per_s", "bubble"]
-    metrics = MetricsFile(directory / "metrics.csv", columns) if directory else None
 
     if args.save and engine.resume(args.save) is not None and directory is not None:
         print(f"goes on from step {engine.global_steps} of {args.save}")
     if engine.global_steps < args.steps:
-        train(engine, args, held_out, metrics)
+        train(engine, args, held_out)
         write_timelines(engine, directory)
         record = engine.reports.write_run_record(directory)
         if args.predict:
             print_prediction(record, args, config)
     text = sample(Generator(engine), b"\ndef ", args.sample, args.context, 0.8, torch.Generator().manual_seed(0))
     final = held_out.loss()
-    if directory is not None and metrics is not None:
-        metrics.close()
-        plot_losses(directory / "metrics.csv", directory / "loss.svg")
+    if directory is not None:
         print(f"held-out loss {final:.3f} nats a byte after {args.steps} steps; a sample:")
         print("def " + text.decode(errors="replace"))
         print(
-            f"the curve of the loss is {directory}/loss.svg, and the timeline of the last step {directory}/timeline.svg"
+            f"p3d report {directory} makes a page of the training; the timeline of its last step is {directory}/timeline.svg"
         )
     parallel3d.comm.destroy()
 

@@ -195,7 +195,7 @@ class AioConfig(Section):
     intra_op_parallelism: Positive = key(
         1,
         "a whole number of threads >= 1",
-        differs="each of the queue_depth x intra_op_parallelism requests has a thread, up to 64",
+        differs="each of the queue_depth x intra_op_parallelism requests a direction has a thread, up to 64",
     )
 
 

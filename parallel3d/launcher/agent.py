@@ -141,10 +141,9 @@ class WorkerAgent(LocalElasticAgent):
 
     def status(self, failures: Sequence[RankFailure]) -> int:
         """Return the job's exit code: that of the first failure, or that of the rank at fault on another host."""
-        verdict, end = self._verdict(), time.monotonic() + _LEAVING_S
-        culprit = -1 if verdict is None else int(verdict["rank"])
-        key, elsewhere = exit_key(culprit), verdict is not None and culprit not in self._handlers()
-        while elsewhere and time.monotonic() < end:  # its launcher may be slower
+        verdict, end = self._verdict() or {"rank": -1}, time.monotonic() + _LEAVING_S
+        rank, key = verdict["rank"], exit_key(verdict["rank"])
+        while rank not in {-1, *self._handlers()} and time.monotonic() < end:  # its launcher may be slower
             text = self._ask(lambda store: store.get(key) if store.check([key]) else None)
             if text is not None and status_of(text.decode()):
                 return status_of(text.decode())

@@ -61,7 +61,7 @@ def launch_nodes(options: argparse.Namespace, hosts: Mapping[str, list[int]]) ->
         return 0
     # Handed over by standard input and the environment: it is in no list of processes.
     token = {TOKEN: os.environ.get(TOKEN) or secrets.token_hex(32)}
-    started: list[tuple[str, subprocess.Popen[bytes]]] = []
+    started: list[tuple[Starter, subprocess.Popen[bytes]]] = []
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         for starter in starters(options, hosts, exports() | token):
@@ -72,7 +72,7 @@ def launch_nodes(options: argparse.Namespace, hosts: Mapping[str, list[int]]) ->
                 env=os.environ | starter.environment,
                 start_new_session=True,
             )
-            started.append((starter.hosts, process))
+            started.append((starter, process))
             assert process.stdin is not None
             with suppress(BrokenPipeError):  # it has ended, and said why
                 process.stdin.write(starter.script.encode())
@@ -81,7 +81,7 @@ def launch_nodes(options: argparse.Namespace, hosts: Mapping[str, list[int]]) ->
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     finally:
-        _end([process for _, process in started])
+        _end(started)
 
 
 def starters(
@@ -169,40 +169,39 @@ def _free_port(host: str) -> int:
         return port
 
 
-def _wait(started: Sequence[tuple[str, subprocess.Popen[bytes]]], max_restarts: int) -> int:
+def _wait(started: Sequence[tuple[Starter, subprocess.Popen[bytes]]], max_restarts: int) -> int:
     """Wait for the hosts' ends, and return the job's exit code."""
     codes: dict[str, int] = {}
     failed, end = [], float("inf")
     while len(codes) < len(started) and time.monotonic() < end:
-        for host, process in started:
+        for starter, process in started:
             code = process.poll()
-            if code is None or host in codes:
+            if code is None or starter.hosts in codes:
                 continue
-            codes[host] = code
+            codes[starter.hosts] = code
             is_lost = code == _LOST or code < 0
             if is_lost:
-                print(f"parallel3d: {host} is lost ({process.args[0]!r}: exit code {code})", file=sys.stderr)  # type: ignore[index]
+                print(f"parallel3d: {starter.hosts} is lost ({starter.command[0]}: exit code {code})", file=sys.stderr)
             elif code:
                 failed.append(code)
             if code and not (is_lost and max_restarts):
                 end = min(end, time.monotonic() + _ALONE_S)
         time.sleep(_LOOK_S)
-    lost = [code for code in codes.values() if code]
-    if failed or (lost and 0 not in codes.values()) or len(codes) < len(started):
-        return next(iter([*failed, *(abs(code) for code in lost), 1]))
-    return 0
+    if not failed and len(codes) == len(started) and 0 in codes.values():
+        return 0
+    return failed[0] if failed else next((abs(code) for code in codes.values()), 1)
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _end(started: Sequence[tuple[Starter, subprocess.Popen[bytes]]]) -> None:
     """End the hosts' launchers by closing their lifelines, and what has no lifeline by a signal."""
-    for process in processes:
+    for starter, process in started:
         if process.stdin is not None:
             with suppress(OSError):
                 process.stdin.close()
-        if process.poll() is None and process.args[0] in ("mpirun", "srun"):  # type: ignore[index,operator]
+        if process.poll() is None and not starter.script:
             process.terminate()
     end = time.monotonic() + 2 * GRACE_S
-    for process in processes:
+    for _, process in started:
         try:
             process.wait(max(0.0, end - time.monotonic()))
         except subprocess.TimeoutExpired:

@@ -26,7 +26,7 @@ _BACKLOG = 4096
 
 _JOB = "parallel3d"
 _JOIN_S = 600.0  # until a host that has not come is an error
-_LAST_CALL_S = 3.0  # until a restart goes on without hosts that have not come
+_LAST_CALL_S = 5.0  # until a restart goes on without hosts that have not come
 _ANSWER = timedelta(seconds=5)
 _LOOK_S, _LOST_S = 1.0, 10.0  # between two signs of life, and until a host without is lost
 _LEAVE_S, _REST_S = 5.0, 2.0
@@ -65,6 +65,8 @@ class SeveralHosts(DynamicRendezvousHandler):
     is_cut_off = False
     _kept: SeveralHosts
     _connect: Callable[..., TCPStore]
+    _jobs: TCPStore
+    _may_shrink: bool
 
     @classmethod
     def of(cls, node: Node, may_shrink: bool) -> SeveralHosts:
@@ -86,7 +88,7 @@ class SeveralHosts(DynamicRendezvousHandler):
             _JOB,
             store,
             C10dRendezvousBackend(store, _JOB),
-            1 if may_shrink else len(node.hosts),
+            len(node.hosts),
             len(node.hosts),
             # What torch sorts the hosts by.
             local_addr=f"{node.index:06}",
@@ -94,8 +96,7 @@ class SeveralHosts(DynamicRendezvousHandler):
             keep_alive_interval=1,
             keep_alive_max_attempt=int(_LOST_S),
         )
-        self.node, self._connect, self._store = node, connect, store
-        self._shared_tcp_store_server = store  # with PyTorch 2.11 a host that becomes the first one later has none
+        self.node, self._may_shrink, self._connect, self._jobs = node, may_shrink, connect, store
         cls._kept = self  # its end would wait for its thread, which waits as long as TCP for a host that is cut off
         self._gather()
         return self
@@ -107,9 +108,9 @@ class SeveralHosts(DynamicRendezvousHandler):
 
     def _gather(self) -> None:
         """Wait until every host has come once: the first start is one of all. Raises ExecutionError that names the absent."""
-        self._store.set(f"came/{self.node.index}", "")
+        self._jobs.set(f"came/{self.node.index}", "")
         end = time.monotonic() + _JOIN_S
-        while missing := [host for k, host in enumerate(self.node.hosts) if not self._store.check([f"came/{k}"])]:
+        while missing := [host for k, host in enumerate(self.node.hosts) if not self._jobs.check([f"came/{k}"])]:
             if time.monotonic() > end:
                 raise ExecutionError(
                     f"these hosts have not come within {_JOIN_S:g} s: {', '.join(missing)}; look what they print"
@@ -118,16 +119,14 @@ class SeveralHosts(DynamicRendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Return this host's place among those of the next start."""
-        info, all_hosts = super().next_rendezvous(), len(self.node.hosts)
-        while (
-            info.world_size < all_hosts and self._store.add("starts", 0) == 0
-        ):  # one was slow: the first start is of all
-            info = super().next_rendezvous()
+        if self._may_shrink and self._jobs.add("starts", 0) > 0:  # the first start is one of all hosts
+            object.__setattr__(self.settings, "min_nodes", 1)  # one object for all parts of torch's rendezvous
+        info = super().next_rendezvous()
         if info.rank == 0:
-            info.store.set("starts", str(self._store.add("starts", 1) - 1))
+            info.store.set("starts", str(self._jobs.add("starts", 1) - 1))
         self.starts, self._place = int(info.store.get("starts")), info.rank
         self._keys = [f"life/{place}" for place in range(info.world_size)]
-        store = self._of_start(self._store)
+        store = self._of_start(self._jobs)
         if info.rank == 0:
             address = self.node.address if self.node.index == 0 else self.node.hosts[self.node.index]
             self._of_ranks = listen(0, address)

@@ -150,7 +150,8 @@ class StepMonitor:
         LOG.begin(config.comms_logger)
         self._every = config.steps_per_print
         self._times, self._memory = config.wall_clock_breakdown, config.memory_breakdown
-        self._logs = config.has_monitors
+        # Scripts enable monitors on the rank that writes alone; what is gathered for them takes all ranks.
+        self._logs = any(row[0] for row in all_gather_integers([int(config.has_monitors)], groups.control))
         self._peak_flops = config.monitor.peak_flops or peak_flops
         self._bar = ProgressBar.of(config.monitor.progress if groups.rank == 0 else False)
         self._groups, self._device = groups, device
@@ -184,7 +185,7 @@ class StepMonitor:
 
     def due(self, step: int) -> bool:
         """Return whether values of this step are gathered, to be printed or for monitors; the same on all ranks."""
-        return self._every is not None or self._logs if step % (self._every or _UNPRINTED) == 0 else False
+        return step % (self._every or _UNPRINTED) == 0 and (self._every is not None or self._logs)
 
     def counts_flops(self) -> bool:
         """Return whether the current step, an unprofiled one after the first, is to count the FLOPs of its forwards."""

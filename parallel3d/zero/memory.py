@@ -92,7 +92,9 @@ def predict_state(
             else:
                 total["host"] += masters + optimizer
         else:
-            total.update(masters=masters, optimizer=optimizer, update=each if accumulator != master else 0)
+            total["masters"] += masters
+            total["optimizer"] += optimizer
+            total["update"] += each if accumulator != master else 0
         if layout.is_transient:
             is_early = any(info.parameter in early for info in layout.infos)
             passing.setdefault(accumulator, []).append((padded, is_early))

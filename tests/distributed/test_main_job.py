@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib
 import json
 import shutil
@@ -16,6 +15,7 @@ import pytest
 from fault_ranks import FaultRanks
 from warm import run_launcher, run_script
 
+from parallel3d.cli import main
 from parallel3d.monitor.run_record import read_run_record
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ LAUNCHER = [sys.executable, "-m", "parallel3d.launcher", "--num_procs"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
 
 
-def train(command: list[str], out: Path, *arguments: str) -> tuple[Path, list[dict[str, str]], str]:
+def train(command: list[str], out: Path, *arguments: str) -> tuple[Path, list[dict[str, float]], str]:
     """Run the script; the directory of its results, its metrics, and what it printed."""
     command = [*command, SCRIPT, *SMALL, "--out", str(out), *arguments]
     if command[0] == sys.executable:
@@ -41,12 +41,16 @@ def train(command: list[str], out: Path, *arguments: str) -> tuple[Path, list[di
     return directory, read_metrics(directory), printed
 
 
-def read_metrics(directory: Path) -> list[dict[str, str]]:
-    with (directory / "metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+def read_metrics(directory: Path) -> list[dict[str, float]]:
+    """The values of each step, those of its evaluation included."""
+    rows: dict[float, dict[str, float]] = {}
+    for line in (directory / "metrics.jsonl").read_text().splitlines()[1:]:
+        values = json.loads(line)
+        rows.setdefault(values["samples"], {}).update(values)
+    return list(rows.values())
 
 
-def train_warm(ranks: int, folder: Path, *arguments: str) -> tuple[list[dict[str, str]], str]:
+def train_warm(ranks: int, folder: Path, *arguments: str) -> tuple[list[dict[str, float]], str]:
     """Run the script on ranks that need not import torch anew; its metrics, and what rank 0 printed."""
     out = folder / "out"
     ended = FaultRanks().run(ranks, folder, run_script, SCRIPT, *SMALL, "--out", str(out), *arguments, timeout=200)
@@ -56,7 +60,7 @@ def train_warm(ranks: int, folder: Path, *arguments: str) -> tuple[list[dict[str
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory, full: bool) -> tuple[Path, list[dict[str, str]]]:
+def one_process(tmp_path_factory: pytest.TempPathFactory, full: bool) -> tuple[Path, list[dict[str, float]]]:
     """A run by torchrun that saves: the directory of its checkpoints, and its metrics."""
     directory = tmp_path_factory.mktemp("one_process")
     torchrun = TORCHRUN if full else TORCHRUN[2:]  # whose rank need not import torch
@@ -64,32 +68,31 @@ def one_process(tmp_path_factory: pytest.TempPathFactory, full: bool) -> tuple[P
     return directory / "saved", rows
 
 
-def check_losses(rows: list[dict[str, str]], expected: list[dict[str, str]]) -> None:
+def check_losses(rows: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
     """In training and held out, the last row having both; and gradient norms, which Adam doesn't hide faults from."""
     assert rows[-1]["eval_loss"]
     for row, other in zip(rows, expected, strict=True):
-        for column in ("loss", "eval_loss"):
-            assert bool(row[column]) == bool(other[column])
-            if row[column]:
-                assert float(row[column]) == pytest.approx(float(other[column]), abs=1e-4)
-        assert float(row["grad_norm"]) == pytest.approx(float(other["grad_norm"]), rel=1e-5)
+        assert ("eval_loss" in row) == ("eval_loss" in other)
+        for column in {"train_loss", "eval_loss"} & set(row):
+            assert row[column] == pytest.approx(other[column], abs=1e-4)
+        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
 
 
 @pytest.fixture(scope="module")
-def two_by_two(tmp_path_factory: pytest.TempPathFactory, full: bool) -> tuple[Path, list[dict[str, str]], str]:
+def two_by_two(tmp_path_factory: pytest.TempPathFactory, full: bool) -> tuple[Path, list[dict[str, float]], str]:
     launcher = LAUNCHER if full else LAUNCHER[2:]  # whose ranks need not import torch
     return train([*launcher, "4"], tmp_path_factory.mktemp("two_by_two"), *OWN_DATA)
 
 
-def test_the_main_job_leaves_metrics_plot_and_timelines(two_by_two: tuple[Path, list[dict[str, str]], str]):
+def test_the_main_job_leaves_values_a_page_and_timelines(two_by_two: tuple[Path, list[dict[str, float]], str]):
     directory, rows, printed = two_by_two
-    assert {"step", "loss", "eval_loss", "tokens_per_s"} <= set(rows[0])
-    assert [int(row["step"]) for row in rows] == list(range(1, 9))
-    assert all(float(row["tokens_per_s"]) > 0 for row in rows)
-    assert float(rows[0]["loss"]) == pytest.approx(5.55, abs=0.15)  # ln 256: it knows nothing yet
-    assert float(rows[-1]["eval_loss"]) < float(rows[1]["eval_loss"])
-    for name in ("loss.svg", "timeline.svg"):
-        assert ElementTree.parse(directory / name).getroot().tag.endswith("svg")
+    assert [row["samples"] for row in rows] == list(range(16, 9 * 16, 16))
+    assert all(row["tokens_per_second"] > 0 for row in rows)
+    assert rows[0]["train_loss"] == pytest.approx(5.55, abs=0.15)  # ln 256: it knows nothing yet
+    assert rows[-1]["eval_loss"] < rows[1]["eval_loss"]
+    assert main(["report", str(directory)]) == 0
+    assert "eval_loss: from" in (directory / "report.html").read_text()
+    assert ElementTree.parse(directory / "timeline.svg").getroot().tag.endswith("svg")
     text = (directory / "timeline.svg").read_text()
     assert "measured" in text
     assert "simulated" in text
@@ -108,13 +111,13 @@ def test_the_main_job_leaves_metrics_plot_and_timelines(two_by_two: tuple[Path, 
 
 
 def test_two_by_two_learns_what_one_process_does(
-    two_by_two: tuple[Path, list[dict[str, str]], str], one_process: tuple[Path, list[dict[str, str]]]
+    two_by_two: tuple[Path, list[dict[str, float]], str], one_process: tuple[Path, list[dict[str, float]]]
 ):
     check_losses(two_by_two[1], one_process[1])
 
 
 def test_tensor_parallelism_and_chunks_dont_change_what_it_learns(
-    one_process: tuple[Path, list[dict[str, str]]], tmp_path: Path, full: bool
+    one_process: tuple[Path, list[dict[str, float]]], tmp_path: Path, full: bool
 ):
     arguments = [*OWN_DATA, "--schedule", "interleaved", "--chunks", "2", "--layout"]
     if full:
@@ -125,7 +128,7 @@ def test_tensor_parallelism_and_chunks_dont_change_what_it_learns(
     assert "a sample:" in printed
 
 
-def test_a_run_goes_on_from_its_checkpoint(one_process: tuple[Path, list[dict[str, str]]], tmp_path: Path):
+def test_a_run_goes_on_from_its_checkpoint(one_process: tuple[Path, list[dict[str, float]]], tmp_path: Path):
     saved, rows = one_process
     assert sorted(path.name for path in saved.glob("*step*")) == ["global_step2", "global_step4", "global_step8"]
     left = tmp_path / "saved"
@@ -133,8 +136,8 @@ def test_a_run_goes_on_from_its_checkpoint(one_process: tuple[Path, list[dict[st
     shutil.rmtree(left / "global_step8")
     again, printed = train_warm(1, tmp_path, *OWN_DATA, "--save", str(left))
     assert "goes on from step 4" in printed
-    columns = ("step", "loss", "grad_norm", "eval_loss")
-    assert [[row[c] for c in columns] for row in again] == [[row[c] for c in columns] for row in rows[4:]]
+    columns = ("samples", "train_loss", "grad_norm", "eval_loss")
+    assert [[row.get(c) for c in columns] for row in again] == [[row.get(c) for c in columns] for row in rows[4:]]
 
 
 def test_the_default_data_is_the_standard_library(monkeypatch: pytest.MonkeyPatch):

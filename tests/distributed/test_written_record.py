@@ -21,6 +21,7 @@ from timed_runs import HIDDEN, LATENCY, MICRO_BATCHES, timed_engine, train
 
 import parallel3d
 from parallel3d.cli import main
+from parallel3d.comm import get_rank
 from parallel3d.config.layout import parse_layout
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import RunRecord, read_run_record
@@ -276,3 +277,21 @@ def test_a_trace_that_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "trace-0.json.gz").write_bytes(gzip.compress(b'{"traceEvents": []}'))
     assert main(["trace", str(tmp_path)]) == 2
     assert "trace-0.json.gz' is no trace of engine.profile" in capsys.readouterr().err
+
+
+def monitored_on_rank_0(directory: str) -> int:
+    own = {"csv_monitor": {"enabled": True, "output_path": directory}} if get_rank() == 0 else {}
+    engine = make_engine(toy.model(tied=False), accumulation=2, pipeline={"stages": 2}, steps_per_print=2, **own)
+    data = own_iterator(engine, [toy.micro_batch(g) for g in range(2 * 4)])
+    for _ in range(4):
+        engine.train_batch(data)
+    engine.monitor.flush()
+    return engine.global_steps
+
+
+def test_a_monitor_may_be_enabled_on_the_writing_rank_alone(run_ranks, tmp_path: Path):
+    assert run_ranks(2, monitored_on_rank_0, str(tmp_path)) == [4, 4]
+    (folder,) = tmp_path.iterdir()
+    losses, bubbles = ((folder / f"Train_Samples_{name}.csv").read_text().split() for name in ("train_loss", "bubble"))
+    assert [len(losses), len(bubbles)] == [1 + 4, 1 + 2]
+    assert [line.split(",")[0] for line in bubbles[1:]] == [line.split(",")[0] for line in losses[2::2]]

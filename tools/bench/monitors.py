@@ -74,10 +74,10 @@ def train(args: argparse.Namespace, spent: Spent, monitors: dict[str, Any]) -> d
         **monitors,
     }
     shape = {"hidden_size": args.hidden, "ffn_size": 4 * args.hidden, "num_layers": args.layers}
-    sizes = DecoderConfig(vocab_size=32000, num_heads=args.hidden // 64, **shape)
+    sizes = DecoderConfig(vocab_size=args.vocabulary, num_heads=args.hidden // 64, **shape)
     model = PipelineModule(decoder(sizes), num_stages=1, loss_fn=CausalLMLoss(shift=True), config=config)
     engine, *_ = parallel3d.initialize(model=model, config=config)
-    ids = torch.randint(32000, (args.batch, args.context))
+    ids = torch.randint(args.vocabulary, (args.batch, args.context))
 
     def batches() -> Iterator[Any]:
         while True:
@@ -98,7 +98,8 @@ def train(args: argparse.Namespace, spent: Spent, monitors: dict[str, Any]) -> d
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("steps", 300), ("layers", 12), ("hidden", 768), ("context", 1024), ("batch", 8)):
+    defaults = {"steps": 300, "layers": 12, "hidden": 768, "context": 1024, "batch": 8, "vocabulary": 32000}
+    for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     os.environ |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "MLFLOW_ALLOW_FILE_STORE": "true"}

@@ -46,6 +46,8 @@ _CHARTS: Mapping[str, Any] = {
     "lr": ("learning rate", "{:.3g}".format, "#4d9a94"),
     "memory_gib": ("GiB of the fullest rank", "{:.3g}".format, "#8b5e4b"),
 }
+# Values of the engine's that are not drawn.
+_UNDRAWN = {"time", "samples", "seconds_per_step", "bubble", "loss_scale"}
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,11 @@ class TrainingRun:
     def points(self, name: str) -> list[list[tuple[float, float]]]:
         """Return (samples, value) of each start's steps that have this value."""
         return [[(step["samples"], step[name]) for step in steps if name in step] for steps in self.starts]
+
+    def own_names(self) -> list[str]:
+        """Return the names of the script's own values, in their order."""
+        names = dict.fromkeys(chain.from_iterable(chain.from_iterable(self.starts)))
+        return [n for n in names if n not in _CHARTS and n not in _UNDRAWN and not n.startswith("elapsed_time_ms_")]
 
     def last(self, name: str) -> float | None:
         """Return the last value of this name."""
@@ -154,7 +161,11 @@ def run_page(run: TrainingRun, name: str, refresh: int | None = None) -> str:
         plan, planned = _planned(run)
         longest = max(run.timeline.makespan, plan.makespan)
         drawn = {"measured": columns(run.timeline, seconds=longest), "planned": columns(plan, seconds=longest)}
-    charts = {key: line_chart(words, run.points(key), shown, colour) for key, (words, shown, colour) in _CHARTS.items()}
+    own = {name: (name, "{:.4g}".format, "#5c6b7a") for name in run.own_names()}
+    described = {**_CHARTS, **own}
+    charts = {
+        key: line_chart(words, run.points(key), shown, colour) for key, (words, shown, colour) in described.items()
+    }
     if charts["tokens_per_second"] is not None:
         del charts["samples_per_second"]
     layout = str(run.config.get("layout", "" if record is None else record.layout))

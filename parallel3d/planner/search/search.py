@@ -164,14 +164,14 @@ class Bounds:
                 policy = replace(policy, offload=replace(offload, ratio=1.0))
             state = predict_state(whole, policy, layout.replicas)
             found[0, chosen] = state.steady / space.stages[chosen]
+        in_flight = np.minimum(space.in_flight, space.micro_batches)
+        # Between the two parts of a backward the gradients of at least one chunk's weights are deferred.
+        late = ~space.whole_backwards / space.chunks
         for chosen in _groups(space.tensor_ranks, space.sequence_parallel, space.recompute):
             one = space.layout(chosen[0]).model_copy(update={"micro_batch": 1, "units": None})
             stages, samples = space.stages[chosen], _EVEN * space.micro_batch[chosen]
             held, deferred = memory.held(one)
-            saved = held * np.minimum(space.in_flight[chosen], space.micro_batches[chosen])
-            # Between the two parts of a backward the gradients of at least one chunk's weights are deferred.
-            late = deferred / space.chunks[chosen] * ~space.whole_backwards[chosen]
-            found[0, chosen] += samples * np.maximum(saved, late) / stages
+            found[0, chosen] += samples * np.maximum(held * in_flight[chosen], deferred * late[chosen]) / stages
         found[0] *= 1.0 + predictor.calibration.memory["slack"].value * memory.gaps
         return found
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -98,14 +100,20 @@ def test_tensorboards_own_reader_finds_the_scalars(tmp_path: Path):
     assert b'"layout": "pp1,1f1b,m1,mb4"' in text.tensor_proto.string_val[0]
 
 
-def history(run: Any) -> list[dict[str, Any]]:
-    """Finish an offline run and read its rows: a log of LevelDB's format, of wandb's own records."""
+def finished(run: Any) -> Path:
+    """Finish an offline run, and return its file."""
     import wandb
-    from wandb.proto.wandb_internal_pb2 import Record
 
     run.finish()
     wandb.teardown()  # waits for the process that writes the file
-    data, rows, at, part = Path(run.settings.sync_file).read_bytes(), [], 7, b""
+    return Path(run.settings.sync_file)
+
+
+def history(file: Path) -> list[dict[str, Any]]:
+    """Read the rows of an offline run: a log of LevelDB's format, of wandb's own records."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, rows, at, part = file.read_bytes(), [], 7, b""
     while at < len(data):
         length, kind = struct.unpack_from("<HB", data, at + 4)
         part += data[at + 7 : at + 7 + length]
@@ -134,7 +142,7 @@ def test_an_offline_run_of_wandb_has_the_values(wandb: Any):
     train(2, wandb={"enabled": True, "project": "p", "team": "t", "group": "auto"}).monitor.flush()
     assert (wandb.run.project, wandb.run.entity) == ("p", "t")
     assert wandb.run.config["layout"] == "pp1,1f1b,m1,mb4"
-    rows = {row["_step"]: row for row in history(wandb.run)}
+    rows = {row["_step"]: row for row in history(finished(wandb.run))}
     for samples, values in WRITTEN.items():
         assert {name: rows[samples][f"Train/Samples/{name}"] for name in values} == values
 
@@ -147,8 +155,31 @@ def test_a_librarys_run_of_wandb_that_counts_other_steps_is_joined(wandb: Any):
     engine.step()
     engine.monitor.flush()
     assert wandb.run is run
-    *_, row = history(run)
+    *_, row = history(finished(run))
     assert (row["_step"], row["Train/Samples"], row["Train/Samples/train_loss"]) == (1, SAMPLES, 1.0)
+
+
+FAILING = """
+import sys
+from test_writers import train
+train(3, steps_per_print=None, run_record={"directory": "run"}, wandb={"enabled": True})
+raise RuntimeError("of the script")
+"""
+
+
+def test_what_a_failing_script_has_trained_is_written_at_its_end(tmp_path: Path):
+    """Three steps take less than the second between two writes."""
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": paths, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    done = subprocess.run(
+        [sys.executable, "-c", FAILING], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stderr.strip().endswith("RuntimeError: of the script")
+    _, *steps = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    losses = [1.0, 1.0 - RATE, 1.0 - 2 * RATE]
+    assert [step["train_loss"] for step in steps] == losses
+    [file] = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert [row["Train/Samples/train_loss"] for row in history(file)] == losses
 
 
 def test_mlflows_file_store_has_the_values(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
