@@ -164,7 +164,9 @@ def _add_starting(parser: Parser) -> None:
 def _add_processes(parser: Parser) -> None:
     """Add the options of the processes of a host."""
     add = parser.add_argument
-    add("-m", "--module", action="store_true", help="what follows is a module, as in python -m")
+    # Not in DeepSpeed's command, whose --launcher_args "-mca x y" argparse would take for it.
+    names = ["--module"] if parser.prog == "deepspeed" else ["-m", "--module"]
+    add(*names, action="store_true", help="what follows is a module, as in python -m")
     add("--no_python", action="store_true", help="what follows is a program, not a Python script")
     add("--no_local_rank", action="store_true", help="don't pass --local_rank=N to the script, as `deepspeed` does")
     add(

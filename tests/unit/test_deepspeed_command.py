@@ -133,7 +133,8 @@ def test_what_mpirun_and_srun_start(
 
 
 def test_deepspeed_s_classes_of_launchers():
-    options = deepspeed.parse_args(["--module", "job.train", "--lr", "1"])
+    options = deepspeed.parse_args(["--launcher_arg", "-mca btl tcp", "--module", "job.train", "--lr", "1"])
+    assert options.launcher_args == "-mca btl tcp"
     hosts = {"a": 4, "b": 4}
     environment = {"HOME": "/root"}
     for kind, name in ((OpenMPIRunner, "-x"), (MPICHRunner, "A,B"), (MVAPICHRunner, "A,B"), (IMPIRunner, "A,B")):
