@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 PACKAGE := $(VENV)/.package
 STAMP := $(VENV)/.installed
 DOCS := $(VENV)/.docs
+RAY := $(VENV)/.ray
+AS_ROOT ?=
 LAYOUT ?= pp2,dp2
 ARGS ?=
 FUZZ_SECONDS ?= 3600
@@ -44,15 +46,18 @@ test-versions:
 	build/versions/bin/python -m pytest -n 3 --dist worksteal $(ARGS)
 
 # Training on two hosts, which are namespaces of this one: as root, with sshd, mpirun, munge and Slurm; skipped without. And by Ray.
-clusters: setup
-	$(BIN)/pip install -q -c constraints.txt -e ".[ray]"
-	$(BIN)/python -m pytest -n 4 tests/clustered.py tests/ray_trainer.py $(ARGS)
+clusters: $(RAY)
+	$(AS_ROOT) $(BIN)/python -m pytest -n 4 tests/clustered.py tests/ray_trainer.py $(ARGS)
 
 # README's commands, from the sdist, in an environment of their own.
 readme: setup
 	rm -rf build/dist build/readme
 	$(BIN)/python setup.py -q sdist --dist-dir build/dist
 	$(BIN)/python tools/readme.py build/dist/*.tar.gz build/readme
+
+$(RAY): $(STAMP)
+	$(BIN)/pip install -q -c constraints.txt -e ".[ray]"
+	touch $(RAY)
 
 $(DOCS): $(STAMP)
 	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
