@@ -95,7 +95,7 @@ def read_run(directory: Path, plan: Path | None = None) -> TrainingRun:
 
     Raises ConfigError if there is nothing, or a file can't be read.
     """
-    starts, config = _read_metrics(directory / METRICS)
+    starts, config, begin = _read_metrics(directory / METRICS)
     record = read_run_record(directory) if (directory / FILE_NAME).exists() else None
     if record is None and not starts:
         raise ConfigError(
@@ -115,14 +115,18 @@ def read_run(directory: Path, plan: Path | None = None) -> TrainingRun:
         record,
         timeline,
         None if plan is None else read_stored(PlanResult, plan / PLAN, "plan", "p3d plan"),
-        _read_failures(sorted(file for folder in folders for file in folder.glob("failure-*.json"))),
+        [f for f in _read_failures(sorted(chain(*(d.glob("failure-*.json") for d in folders)))) if f.time >= begin],
     )
 
 
-def _read_metrics(file: Path) -> tuple[list[list[dict[str, float]]], dict[str, Any]]:
-    """Return the steps of each start, and the configuration of the last one. A line that is still being written is left out."""
+def _read_metrics(file: Path) -> tuple[list[list[dict[str, float]]], dict[str, Any], float]:
+    """Return the steps of each start, the configuration of the last one, and the time of the first, in s since the epoch.
+
+    A line that is still being written is left out.
+    """
     starts: list[list[dict[str, float]]] = []
     config: dict[str, Any] = {}
+    begins: list[float] = []
     try:
         for line in file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else ():
             if not line.endswith("\n"):
@@ -131,13 +135,14 @@ def _read_metrics(file: Path) -> tuple[list[list[dict[str, float]]], dict[str, A
             if "config" in values:
                 config = values["config"]
                 starts.append([])
+                begins.append(float(values["time"]))
             else:
                 starts[-1].append({name: float(value) for name, value in values.items()})
                 _ = starts[-1][-1]["samples"]
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise ConfigError(f"'{file}' is no file of a training's steps ({problem}); remove it") from error
-    return starts, config
+    return starts, config, min(begins, default=0.0)
 
 
 def _read_failures(files: Sequence[Path]) -> list[Failure]:
@@ -169,7 +174,7 @@ def run_page(run: TrainingRun, name: str, refresh: int | None = None) -> str:
     if charts["tokens_per_second"] is not None:
         del charts["samples_per_second"]
     layout = str(run.config.get("layout", "" if record is None else record.layout))
-    ranks = () if record is None else record.ranks
+    ranks, parts = ((), {}) if record is None else (record.ranks, record.breakdown)
     return render(
         "run.html",
         name=name,
@@ -178,12 +183,12 @@ def run_page(run: TrainingRun, name: str, refresh: int | None = None) -> str:
         run=run,
         record=record,
         last={key: _shown(run.last(key), shown) for key, (_, shown, _) in _CHARTS.items()},
-        bubble=run.last("bubble") if record is None else record.bubble,
+        bubble=parts.get("bubble", 0.0) / sum(parts.values()) if parts else run.last("bubble"),
         peak=max((_memory_of(rank).reserved for rank in ranks), default=None),
         samples=run.last("samples") or 0,
         restarts=max(len(run.starts) - 1, 0),
         charts=[chart for chart in charts.values() if chart is not None],
-        breakdown=breakdown_chart(record.breakdown, layout) if record is not None else None,
+        breakdown=breakdown_chart(parts, layout) if parts else None,
         memory=_memory_chart(ranks, layout) if any(rank.allocated for rank in ranks) else None,
         num_stages=0 if run.timeline is None else run.timeline.num_ranks,
         planned=planned,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import math
+import os
 import re
 import socket
 import subprocess
@@ -38,8 +39,10 @@ def step(samples: int, loss: float, **more: float) -> str:
 
 
 def write_run(folder: Path, note: str = "", steps: int = 2000) -> None:
-    """Write a training of two starts, with a peak in the loss, a measured step, and a failure."""
-    config = json.dumps({"config": {"layout": f"pp2{note}", "failures": {"directory": str(folder)}}}) + "\n"
+    """Write a training of two starts, with a peak in the loss, a measured step, a failure, and one of an earlier training."""
+    config = (
+        json.dumps({"time": 1.0, "config": {"layout": f"pp2{note}", "failures": {"directory": str(folder)}}}) + "\n"
+    )
     lines = [step(4 * k, 9.0 if k == 100 else 3.0 - k / steps, mfu=0.4, tokens_per_second=1e4) for k in range(1, steps)]
     again = [step(4 * k, 2.0) for k in range(steps - 10, steps)] + [step(4 * steps, math.nan)]
     text = config + "".join(lines) + config + "".join(again) + '{"samples": 99'  # being written
@@ -54,6 +57,8 @@ def write_run(folder: Path, note: str = "", steps: int = 2000) -> None:
     verdict = Verdict(Kind.FAILED, 1, 1, "h", f"rank 1 failed{note}", own.place, error, 0.0, (0,))
     for rank in range(2):
         write_report(folder, replace(own, rank=rank), verdict, {1: own}, "stage 0 | F0@0")
+    write_report(folder, replace(own, rank=2), replace(verdict, line="earlier"), {}, "")
+    os.utime(folder / "failure-2.json", (0.0, 0.0))
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +181,7 @@ def test_live_it_shows_what_is_there_to_this_host_alone(driver: Any, tmp_path: P
     ("file", "text", "told"),
     [
         ("metrics.jsonl", '{"samples": 4}\n', "is no file of a training's steps"),
-        ("metrics.jsonl", '{"config": {}}\n{"train_loss": "low"}\n', "is no file of a training's steps"),
+        ("metrics.jsonl", '{"time": 0, "config": {}}\n{"train_loss": "low"}\n', "is no file of a training's steps"),
         ("step_timeline.json", '{"spans": [[0, "X0@0", 0, 1]]}', "'X0@0' is not an instruction"),
         ("failure-0.json", '{"verdict": 3}', "is no report of a failure"),
         ("run_record.json", "{", "is no run record"),
