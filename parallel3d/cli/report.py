@@ -6,6 +6,7 @@ import argparse
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from parallel3d.atomic_write import write_whole
 from parallel3d.errors import ConfigError
@@ -42,9 +43,9 @@ def run(options: argparse.Namespace) -> int:
 class _Live(BaseHTTPRequestHandler):
     """Answers with the page as the files are now."""
 
-    def __init__(self, directory: Path, plan: Path | None, *request: object):
+    def __init__(self, directory: Path, plan: Path | None, *request: Any):
         self._directory, self._plan = directory, plan
-        super().__init__(*request)  # type: ignore[arg-type]
+        super().__init__(*request)
 
     def do_GET(self) -> None:
         """Send the page; nothing for another path, or to a site that has another name for this address."""

@@ -188,8 +188,8 @@ class StepMonitor:
         return step % (self._every or _UNPRINTED) == 0 and (self._every is not None or self._logs)
 
     def counts_flops(self) -> bool:
-        """Return whether the current step, an unprofiled one after the first, is to count the FLOPs of its forwards."""
-        wanted = self._every is not None or self._logs
+        """Return whether the current step, an unprofiled one after the first, is to count its forwards' FLOPs, for MFU."""
+        wanted = self._peak_flops is not None and (self._every is not None or self._logs)
         return wanted and self._forward_flops is None and self._steps > 0 and not self.profiles
 
     def begin(self, step: int, samples: int) -> None:
