@@ -12,7 +12,7 @@ from functools import partial
 from threading import Thread
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
@@ -150,12 +150,14 @@ class SeveralHosts(DynamicRendezvousHandler):
             store = self._of_start(self._connect(timeout=_ANSWER))
             store.set(self._keys[self._place], f"{self.node.index} {state} {time.monotonic()}")
             signs = store.multi_get(self._keys)
-        except DistError:
+            if state in (RUNS, DONE):  # once the others have left, the first host may be gone
+                self._waiting = super().num_nodes_waiting()
+        except (DistError, RendezvousConnectionError):
             if time.monotonic() - self._lives[self._place] < _LOST_S:
                 return None
             self.cut_off()
             return f"host {self.node.hosts[0]}, which has the job's store, does not answer"
-        self._looked, self._waiting = time.monotonic(), super().num_nodes_waiting()
+        self._looked = time.monotonic()
         for place, (sign, before) in enumerate(zip(signs, self._signs, strict=True)):
             if sign != before:
                 self._lives[place] = self._looked
