@@ -24,6 +24,7 @@ from parallel3d.optim import build_optimizer, build_scheduler
 from parallel3d.pipe.batch import make_loader
 from parallel3d.pipe.data import RepeatingLoader
 from parallel3d.pipe.module import PipelineModule
+from parallel3d.pipe.settings import checkpoint_interval
 from parallel3d.pipe.single_stage import SingleStageModule
 from parallel3d.zero.external import set_configured_leaf_modules
 
@@ -172,8 +173,8 @@ def _check_module(model: PipelineModule, config: Config) -> None:
     built = {"size": model.groups.model.size, **vars(model.settings)}
     if not isinstance(model, SingleStageModule):
         # As DeepSpeed's engine sets them in a module that has been built. Random masks are seeded by layer anyway.
-        if built["activation_checkpoint_interval"] == 0 and config.pipeline.activation_checkpoint_interval:
-            model.calls.recompute_every(config.pipeline.activation_checkpoint_interval)
+        if built["activation_checkpoint_interval"] == 0 and (interval := checkpoint_interval(config)):
+            model.calls.recompute_every(interval)
             del built["activation_checkpoint_interval"]
         if not built["seed_layers"]:
             del built["seed_layers"]

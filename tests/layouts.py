@@ -44,7 +44,7 @@ class Layout:
     schedule: str = "1f1b"
     chunks: int = 1
     placement: str = "loop"
-    checkpointing: int = 0
+    checkpointing: int | str = 0
     tied: bool = False
     data: str = "tensor"
     shapes: str = "static"
@@ -91,7 +91,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "schedule": ("1f1b", "gpipe", "interleaved", "written", "zb-h1", "zbv", "zb-looped", "split"),
     "chunks": (1, 2, 3),
     "placement": ("loop", "v"),
-    "checkpointing": (0, 1, 2),
+    "checkpointing": (0, 1, 2, "cheap", "attention"),
     "tied": (False, True),
     "data": ("tensor", "tuple", "lengths"),
     "shapes": ("static", "dynamic"),
@@ -281,6 +281,7 @@ def train(layout: Layout, **config: Any) -> Run:
     if schedule in ("written", "split"):
         write = written_schedule if schedule == "written" else split_schedule
         schedule = write(layout.pp, layout.accumulation, layout.chunks, layout.placement)
+    recomputed = layout.checkpointing if isinstance(layout.checkpointing, str) else None
     torch.manual_seed(TORCH_SEED)
     engine = make_engine(
         toy.model(layout.tied, dropout=layout.dropout),
@@ -292,7 +293,7 @@ def train(layout: Layout, **config: Any) -> Run:
             "schedule": schedule,
             "num_chunks": layout.chunks,
             "placement": layout.placement,
-            "activation_checkpoint_interval": layout.checkpointing,
+            "activation_checkpoint_interval": None if recomputed else layout.checkpointing,
             "shapes": layout.shapes,
         },
         zero_optimization={
@@ -301,6 +302,7 @@ def train(layout: Layout, **config: Any) -> Run:
             "reduce_per_micro_batch": layout.zero.endswith("per micro-batch"),
             **SHARDED,
         },
+        activation_checkpointing={"policy": recomputed},
         **config,
     )
     total = layout.num_steps * layout.accumulation * layout.dp

@@ -36,6 +36,7 @@ class Layout:
     tied: bool
     clipping: bool
     optimizer: str
+    policy: str = "none"
 
     @property
     def num_ranks(self) -> int:
@@ -59,6 +60,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "tied": (False, True),
     "clipping": (False, True),
     "optimizer": ("SGD", "AdamW"),
+    "policy": ("none", "cheap", "full"),
 }
 ALL = [layout for values in product(*AXES.values()) if (layout := Layout(*values)).is_valid]
 
@@ -103,6 +105,7 @@ def train(
             "schedule": layout.schedule,
             "num_chunks": 2 if layout.schedule == "interleaved" else 1,
         },
+        "activation_checkpointing": {"policy": layout.policy},
         "steps_per_print": None,
         **(changes or {}),
     }

@@ -17,6 +17,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from parallel3d.autograd.selective import selective_contexts
 from parallel3d.comm.clock import Clock, clock_of
 from parallel3d.comm.transfers import Copy, Transfers
 from parallel3d.config import ActivationCheckpointingConfig
@@ -58,6 +59,11 @@ class Checkpointer:
     ):
         self.settings = settings or ActivationCheckpointingConfig()
         self._offload = HostOffload(transfers or Transfers()) if self.settings.cpu_checkpointing else None
+        policy = self.settings.policy
+        selective = policy in ("cheap", "attention")
+        self._options: dict[str, Any] = (
+            {"context_fn": partial(selective_contexts, policy == "cheap")} if selective else {}
+        )
         self._clock = clock
         self._marks: list[tuple[bool, Any, Any]] = []
         self._times = RecomputationTimes()
@@ -87,7 +93,7 @@ class Checkpointer:
             # torch restores the random state of the GPUs that arguments lie on: the current one's always.
             leaves.append(torch.empty(0, device="cuda"))
         with self._offload.region(leaves) if self._offload is not None else nullcontext():
-            output = torch.utils.checkpoint.checkpoint(region, *leaves, use_reentrant=False)
+            output = torch.utils.checkpoint.checkpoint(region, *leaves, use_reentrant=False, **self._options)
         if failed:
             raise failed.pop()
         return output

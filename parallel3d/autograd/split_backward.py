@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from parallel3d.autograd.recipes import Product, RowSum, Scatter
+from parallel3d.autograd.selective import kept
 from parallel3d.autograd.sink import GradientSink
 from parallel3d.fake_device import on_cuda
 
@@ -96,7 +97,8 @@ class SplitLinears(torch.autograd.Function):
         _, _, needs_x, *needs = ctx.needs_input_grad
         weights: Any = parameters[::2]
         ctx.save_for_backward(x if any(needs[::2]) else None, *(weights if needs_x else ()))
-        return tuple(boundary.enter_products(x, list(zip(weights, parameters[1::2], strict=True))))
+        pairs = list(zip(weights, parameters[1::2], strict=True))
+        return kept("column products", lambda: boundary.enter_products(x, pairs))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
@@ -141,7 +143,8 @@ class SplitRowLinear(torch.autograd.Function):
         ctx.sink, ctx.weight, ctx.boundary = sink, weight, boundary
         _, _, needs_x, needs_weight = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
-        return boundary.leave_products([(x, weight.t())])()
+        (y,) = kept("row products", lambda: [boundary.leave_products([(x, weight.t())])()])
+        return y
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:

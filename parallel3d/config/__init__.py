@@ -3,9 +3,13 @@
 from parallel3d.config.batch import BatchSizes, batch_sizes, resolve_batch
 from parallel3d.config.layout import Layout, PartialLayout, parse_layout
 from parallel3d.config.load import load, load_sections, read, read_source, without_removed
-from parallel3d.config.pipeline import PipelineConfig, TensorParallelConfig
-from parallel3d.config.schema import (
+from parallel3d.config.pipeline import (
     ActivationCheckpointingConfig,
+    PipelineConfig,
+    RecomputationPolicy,
+    TensorParallelConfig,
+)
+from parallel3d.config.schema import (
     AmpConfig,
     AttentionConfig,
     Bf16Config,

@@ -1,4 +1,4 @@
-"""The sections pipeline (stages, schedule, partition) and tensor_parallel."""
+"""The sections pipeline (stages, schedule, partition), tensor_parallel and activation_checkpointing."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from parallel3d.schedule.builders import check_chunks
 
 ScheduleName = Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "zb-looped", "auto"]
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
+RecomputationPolicy = Literal["none", "cheap", "attention", "full"]
 _QUOTED_SCHEDULES = ", ".join(f'"{name}"' for name in SCHEDULES)
 
 
@@ -136,3 +137,20 @@ class TensorParallelConfig(Section):
                 "sequence_parallel to false"
             )
         return self
+
+
+class ActivationCheckpointingConfig(Section):
+    """Recomputation of activations: what is kept, and where; pipeline.activation_checkpoint_interval says which layers are recomputed."""
+
+    policy: RecomputationPolicy | None = own_key(
+        None,
+        '"none", "cheap" (element-wise results are recomputed), "attention" (attention, too) or "full" (all), of the layers '
+        "that pipeline.checkpointable_layers chooses",
+    )
+
+    partition_activations: bool = False
+    contiguous_memory_optimization: bool = False
+    cpu_checkpointing: bool = False
+    number_checkpoints: Positive | None = key(None, "a whole number of checkpoints >= 1, or null")
+    synchronize_checkpoint_boundary: bool = False
+    profile: bool = False

@@ -18,7 +18,7 @@ from parallel3d.config.monitors import (
     TensorboardConfig,
     WandbConfig,
 )
-from parallel3d.config.pipeline import PipelineConfig, TensorParallelConfig
+from parallel3d.config.pipeline import ActivationCheckpointingConfig, PipelineConfig, TensorParallelConfig
 from parallel3d.config.section import (
     Dtype,
     HalfDtype,
@@ -225,17 +225,6 @@ class RngConfig(Section):
         "true or false, whether dropout on tensor-parallel ranks uses parts of one process's mask; each rank then draws the "
         "whole mask, and attention with dropout stores its probabilities",
     )
-
-
-class ActivationCheckpointingConfig(Section):
-    """Storage of the inputs of recomputed layers; pipeline.activation_checkpoint_interval says which layers are recomputed."""
-
-    partition_activations: bool = False
-    contiguous_memory_optimization: bool = False
-    cpu_checkpointing: bool = False
-    number_checkpoints: Positive | None = key(None, "a whole number of checkpoints >= 1, or null")
-    synchronize_checkpoint_boundary: bool = False
-    profile: bool = False
 
 
 def _read_flag(value: object) -> object:

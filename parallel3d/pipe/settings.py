@@ -9,7 +9,7 @@ from typing import Any
 
 from parallel3d.comm.environment import get_world_size
 from parallel3d.comm.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
-from parallel3d.config import Config, PipelineConfig, load_sections
+from parallel3d.config import Config, PipelineConfig, RecomputationPolicy, load_sections
 from parallel3d.errors import ConfigError, PartitionError
 from parallel3d.partition import Method
 from parallel3d.pipe.layer_choice import LayerChoice
@@ -29,6 +29,7 @@ class BuildSettings:
     partition_method: Method
     checkpointable_layers: LayerChoice | None
     activation_checkpoint_interval: int
+    checkpoint_policy: RecomputationPolicy
     sequence_parallel: bool
     layout_independent: bool
     max_stage_bytes: int | None = None
@@ -37,6 +38,14 @@ class BuildSettings:
         """Build the configured schedule's compute instructions. Raises ScheduleError if that can't be done."""
         shape = (self.num_stages, num_micro_batches, self.num_chunks, self.placement)
         return build(pipeline.schedule, *shape, pipeline.max_in_flight)
+
+
+def checkpoint_interval(config: Config) -> int | None:
+    """Return how many neighbouring layers the configuration has recomputed together; None if it doesn't say."""
+    policy, interval = config.activation_checkpointing.policy, config.pipeline.activation_checkpoint_interval
+    if policy == "none":
+        return 0
+    return 1 if interval is None and policy is not None else interval
 
 
 def resolve_settings(
@@ -52,11 +61,12 @@ def resolve_settings(
     Raises ConfigError where argument and configuration disagree, PartitionError for a number of stages that the world
     can't have.
     """
-    layout = load_sections(config, "pipeline", "tensor_parallel", "rng")
+    layout = load_sections(config, "pipeline", "tensor_parallel", "rng", "activation_checkpointing")
     pipeline = layout.pipeline
 
     def choose(key: str, default: Any) -> Any:
-        configured = pipeline.partition if key == "partition_method" else getattr(pipeline, key)
+        own = {"partition_method": pipeline.partition, "activation_checkpoint_interval": checkpoint_interval(layout)}
+        configured = own[key] if key in own else getattr(pipeline, key)
         return _choose(key, _hashable(given[key]), configured, default)
 
     stages = _choose("num_stages", given["num_stages"], pipeline.stages, None)
@@ -75,6 +85,7 @@ def resolve_settings(
         partition_method=choose("partition_method", "parameters"),
         checkpointable_layers=recomputed,
         activation_checkpoint_interval=choose("activation_checkpoint_interval", 0 if recomputed is None else 1),
+        checkpoint_policy=layout.activation_checkpointing.policy or "full",
         sequence_parallel=layout.tensor_parallel.sequence_parallel,
         layout_independent=layout.rng.layout_independent,
         max_stage_bytes=pipeline.max_stage_bytes,

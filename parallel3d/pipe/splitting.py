@@ -66,6 +66,7 @@ class LayerSplitter:
         self._context, self._sample = context, sample
         self._ties = [layer.key if isinstance(layer, TiedLayerSpec) else None for layer in layers]
         self._recomputed: list[bool] = []
+        repeats = settings.activation_checkpoint_interval > 0 and settings.checkpoint_policy == "full"
         self._parameters: list[list[nn.Parameter]] = []
         built: list[tuple[LayerSpec, nn.Module]] = []  # of specs that build alike, one blueprint
         for k, layer in enumerate(layers):
@@ -76,7 +77,7 @@ class LayerSplitter:
                 built += [] if spec is None else [(spec, module)]
             self._parameters.append([p if module is layer else _on_meta(p) for p in module.parameters()])
             shown = module if isinstance(layer, (LayerSpec, nn.Module)) else layer
-            self._recomputed.append(settings.activation_checkpoint_interval > 0 and recomputes(k, shown))
+            self._recomputed.append(repeats and recomputes(k, shown))
 
     def split(self, config: Source) -> Partition:
         """Return the partition that the settings ask for. Raises PartitionError.
