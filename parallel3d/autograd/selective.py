@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parallel3d.errors import ExecutionError
@@ -64,27 +64,28 @@ class _Operators(TorchDispatchMode):
 
     def __init__(self, region: _Region, keeps_attention: bool, is_recomputing: bool):
         super().__init__()
-        self.region, self._keeps_attention, self.is_recomputing = region, keeps_attention, is_recomputing
+        self._region, self._keeps_attention, self._is_recomputing = region, keeps_attention, is_recomputing
+        self._is_inside = False  # of what is kept as a whole
 
     def __torch_dispatch__(
         self, operator: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run an operator."""
-        kwargs = kwargs or {}
-        name = operator.overloadpacket.__name__
-        attends = (
-            self._keeps_attention and ("attention" in name or "attn" in name) and not _drops(operator, args, kwargs)
-        )
-        return self.run(operator, lambda: operator(*args, **kwargs), name in _PRODUCTS or attends)
+        kwargs, name = kwargs or {}, operator.overloadpacket.__name__
+        attends = self._keeps_attention and ("attention" in name or "attn" in name) and not _drops(operator, args, kwargs)
+        keeps = not self._is_inside and (name in _PRODUCTS or attends)
+        return self.run(operator, lambda: operator(*args, **kwargs)) if keeps else operator(*args, **kwargs)
 
-    def run(self, what: object, compute: Callable[[], Any], keeps: bool = True) -> Any:
-        """Return compute(), or what it returned in the region's forward. keeps: whether it does."""
-        if not keeps:
-            return compute()
-        if self.is_recomputing:
-            return self.region.take(what)
-        results = compute()
-        self.region.keep(what, results)
+    def run(self, what: object, compute: Callable[[], Any]) -> Any:
+        """Return compute(), which is kept as a whole, or what it returned in the region's forward."""
+        if self._is_recomputing:
+            return self._region.take(what)
+        self._is_inside = True
+        try:
+            results = compute()
+        finally:
+            self._is_inside = False
+        self._region.keep(what, results)
         return results
 
 
@@ -93,8 +94,7 @@ def kept(what: str, compute: Callable[[], Sequence[Tensor]]) -> tuple[Tensor, ..
     operators = next((mode for mode in _get_current_dispatch_mode_stack()[::-1] if isinstance(mode, _Operators)), None)
     if operators is None:
         return tuple(compute())
-    with _disable_current_modes():  # which would keep each product, too
-        results: tuple[Tensor, ...] = operators.run(what, lambda: tuple(compute()))
+    results: tuple[Tensor, ...] = operators.run(what, lambda: tuple(compute()))
     return results
 
 
