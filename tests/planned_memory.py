@@ -162,7 +162,9 @@ def predict(
     layers = profile.layers(layout.tensor_ranks, layout.sequence_parallel)
     parameters = stage_parameters(profile.specs, layers, bounds, placement)
     buckets = make_buckets(parameters, len(placement), policy, layout.replicas)
-    profiles = profile.layers(layout.tensor_ranks, layout.sequence_parallel, recompute=layout.recompute)
+    profiles = profile.layers(
+        layout.tensor_ranks, layout.sequence_parallel, recompute=layout.recompute, policy=layout.policy
+    )
     units = layer_units(profile.specs, profiles)
     frozen: list[list[Any]] = [[]] * layout.stages
     sharded = sharded_weights(layout, [policy] * layout.stages, profiles, units, parameters, frozen, placement, bounds)

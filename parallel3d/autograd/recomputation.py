@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from parallel3d.autograd.selective import selective_contexts
 from parallel3d.comm.clock import Clock, clock_of
 from parallel3d.comm.transfers import Copy, Transfers
-from parallel3d.config import ActivationCheckpointingConfig
+from parallel3d.config import SELECTIVE, ActivationCheckpointingConfig
 from parallel3d.errors import ExecutionError
 
 # Marks kept before they are read: with `profile`, if `times` is never called, the host waits once per this number of regions.
@@ -60,7 +60,7 @@ class Checkpointer:
         self.settings = settings or ActivationCheckpointingConfig()
         self._offload = HostOffload(transfers or Transfers()) if self.settings.cpu_checkpointing else None
         policy = self.settings.policy
-        selective = policy in ("cheap", "attention")
+        selective = policy in SELECTIVE
         self._options: dict[str, Any] = (
             {"context_fn": partial(selective_contexts, policy == "cheap")} if selective else {}
         )

@@ -72,7 +72,9 @@ class _Operators(TorchDispatchMode):
     ) -> Any:
         """Run an operator."""
         kwargs, name = kwargs or {}, operator.overloadpacket.__name__
-        attends = self._keeps_attention and ("attention" in name or "attn" in name) and not _drops(operator, args, kwargs)
+        attends = (
+            self._keeps_attention and ("attention" in name or "attn" in name) and not _drops(operator, args, kwargs)
+        )
         keeps = not self._is_inside and (name in _PRODUCTS or attends)
         return self.run(operator, lambda: operator(*args, **kwargs)) if keeps else operator(*args, **kwargs)
 

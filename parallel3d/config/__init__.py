@@ -4,6 +4,7 @@ from parallel3d.config.batch import BatchSizes, batch_sizes, resolve_batch
 from parallel3d.config.layout import Layout, PartialLayout, parse_layout
 from parallel3d.config.load import load, load_sections, read, read_source, without_removed
 from parallel3d.config.pipeline import (
+    SELECTIVE,
     ActivationCheckpointingConfig,
     PipelineConfig,
     RecomputationPolicy,

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from parallel3d.config.pipeline import SCHEDULES
+from parallel3d.config.pipeline import SCHEDULES, SELECTIVE
 from parallel3d.errors import ConfigError, nearest
 
 # A word that ends in a number -> the field that it sets, and what it counts.
@@ -29,6 +29,7 @@ _FLAGS: dict[str, tuple[str, Any]] = {
     "sp": ("sequence_parallel", True),
     "half": ("units", "half"),
     "v": ("placement", "v"),
+    **{name: ("policy", name) for name in SELECTIVE},
     **{name: ("schedule", name) for name in SCHEDULES},
 }
 _TWO_CHUNKS = ("interleaved", "zb-looped", "zbv")  # schedules that run 2 chunks a stage unless a word says otherwise
@@ -58,6 +59,7 @@ class Layout(BaseModel):
     - chunks: number per stage; schedule: a name, or "written" for lists of instructions.
     - micro_batch: samples of a micro-batch; micro_batches: number in a step of each replica.
     - recompute: layers recomputed together, as pipeline.activation_checkpoint_interval.
+    - policy: "cheap" or "attention" if only a part of them is recomputed, as activation_checkpointing.policy.
     - units: "half" where layers are half blocks, as the units of models.decoder; None for layers as they are given.
     """
 
@@ -75,6 +77,7 @@ class Layout(BaseModel):
     micro_batches: _Count = 1
     zero: _Number = 0
     recompute: _Number = 0
+    policy: Literal["cheap", "attention"] | None = None
     units: Literal["half"] | None = None
 
     @property
@@ -98,7 +101,8 @@ class Layout(BaseModel):
         words += ["v"] * (self.placement == "v" and self.schedule != "zbv")
         words += [f"chunks{self.chunks}"] * (self.chunks != (2 if self.schedule in _TWO_CHUNKS else 1))
         words += [f"m{self.micro_batches}", f"mb{self.micro_batch}"]
-        return ",".join(words + [f"ckpt{self.recompute}"] * (self.recompute > 0))
+        words += [] if self.policy is None else [self.policy]
+        return ",".join(words + [f"ckpt{self.recompute}"] * (self.recompute != (self.policy is not None)))
 
 
 class PartialLayout(Layout):
@@ -139,6 +143,8 @@ def parse_layout(text: str) -> PartialLayout:
         fields.setdefault("chunks", 2)
     if fields.get("schedule") == "zbv":
         fields["placement"] = "v"
+    if "policy" in fields:
+        fields.setdefault("recompute", 1)
     return PartialLayout(words=text, given=frozenset(fields), **fields)
 
 
@@ -184,6 +190,9 @@ def configuration(
             config |= {section: {**given_section(config, section), **own}} if section else own
     if layout.units is not None or "units" in given_section(base, "pipeline"):
         config["pipeline"]["units"] = layout.units or "block"
+    own = given_section(base, "activation_checkpointing")
+    if layout.policy is not None or ("policy" in own and not isinstance(layout, PartialLayout)):
+        config["activation_checkpointing"] = {**own, "policy": layout.policy}
     if bounds is not None:
         config["pipeline"]["partition"] = list(bounds)
     if live is not None:

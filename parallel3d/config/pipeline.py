@@ -26,6 +26,7 @@ from parallel3d.schedule.builders import check_chunks
 ScheduleName = Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "zb-looped", "auto"]
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 RecomputationPolicy = Literal["none", "cheap", "attention", "full"]
+SELECTIVE = ("cheap", "attention")  # policies that keep some of what a layer computes
 _QUOTED_SCHEDULES = ", ".join(f'"{name}"' for name in SCHEDULES)
 
 
@@ -140,7 +141,7 @@ class TensorParallelConfig(Section):
 
 
 class ActivationCheckpointingConfig(Section):
-    """Recomputation of activations: what is kept, and where; pipeline.activation_checkpoint_interval says which layers are recomputed."""
+    """Recomputation of activations; pipeline.checkpointable_layers and activation_checkpoint_interval choose the layers."""
 
     policy: RecomputationPolicy | None = own_key(
         None,

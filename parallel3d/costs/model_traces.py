@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from parallel3d.autograd.recomputation import Checkpointer
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.structures import TensorTree
-from parallel3d.config import Config
+from parallel3d.config import ActivationCheckpointingConfig, Config
 from parallel3d.costs.counter import OperatorCounter
 from parallel3d.costs.fakes import CudaFunctions, Fakes, MetaFakes
 from parallel3d.costs.layer_costs import alike, attach_sink, bind_forward
@@ -38,6 +39,7 @@ class TracedModel:
     - device: type of the device on which it trains, "cpu" or "cuda".
     - fuses: torch.compile runs the layers, see OperatorCounter. A loss with a method `in_one`, which returns the loss computed
       over all positions at once, is then traced so, since the engine compiles it in that form.
+    - recomputation: activation_checkpointing.policy, if a part of each layer is recomputed; else None.
     """
 
     layers: Sequence[Layer]
@@ -46,6 +48,7 @@ class TracedModel:
     config: Config
     device: str
     fuses: bool
+    recomputation: Literal["cheap", "attention"] | None = None
 
     @cached_property
     def kinds(self) -> list[int]:
@@ -146,7 +149,11 @@ class ModelTraces:
             tensors = _tensors_of(module, precision.weights)
             with fakes.mode, fakes.device:
                 trains = attach_sink(module, fakes.device, precision.weights, policy.accumulator_dtype, splittable)
-            trained = TrainedLayer(bind_forward(layer, module), precision, *trains)
+            function = bind_forward(layer, module)
+            if self._model.recomputation is not None:
+                checkpointer = Checkpointer(ActivationCheckpointingConfig(policy=self._model.recomputation))
+                function = partial(checkpointer, function)
+            trained = TrainedLayer(function, precision, *trains)
             result = self._run(trained, x, splits)
             self._modules[kind, splittable] = trained, tensors
             return result

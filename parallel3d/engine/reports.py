@@ -21,7 +21,7 @@ from parallel3d.activity import Phase
 from parallel3d.atomic_write import write_whole
 from parallel3d.autograd.recomputation import Checkpointer
 from parallel3d.comm.collectives import all_gather_object
-from parallel3d.config import Config
+from parallel3d.config import SELECTIVE, Config
 from parallel3d.config.layout import Layout
 from parallel3d.engine.calls import StepProgress
 from parallel3d.engine.flops import ForwardFlops
@@ -322,6 +322,7 @@ class Reports:
             micro_batches=num_micro_batches or sizes.num_micro_batches,
             chunks=settings.num_chunks,
             recompute=settings.activation_checkpoint_interval,
+            policy=settings.checkpoint_policy if settings.checkpoint_policy in SELECTIVE else None,
             schedule=schedule if isinstance(schedule, str) else "written",
             placement=settings.placement,
         )

@@ -38,13 +38,13 @@ SOME: list[tuple[str, bool, dict[str, Any]]] = [
     ("tp2,sp,ckpt1", True, {}),
     ("pp2,dp2,zero1,1f1b", True, BF16),
     ("pp2,dp2,zero2,1f1b,ckpt1,m6", False, BF16),
-    ("pp2,tp2,sp,interleaved", False, {}),
-    ("pp2,tp2,zb-h1", True, BF16),
+    ("pp2,tp2,sp,interleaved,attention", False, {}),
+    ("pp2,tp2,zb-h1,cheap", True, BF16),
     ("pp2,dp2,zero2,zb-h1,ckpt2", False, {}),
     ("pp2,tp2,sp,zbv,mb1", False, BF16),
     ("pp2,dp2,zero2,zbv", True, {}),
     ("pp2,dp2,zero1,zb-looped,ckpt1", False, BF16),
-    ("pp4,1f1b,m6", False, {}),
+    ("pp4,1f1b,m6,cheap", False, {}),
     ("pp4,zb-h1,m6", False, BF16),
     ("pp2,gpipe,m6", True, BF16),
     ("pp2,dp2,zero1,half,zb-h1", True, BF16),
@@ -52,7 +52,7 @@ SOME: list[tuple[str, bool, dict[str, Any]]] = [
     ("dp2,zero3", True, SHARDED),
     ("pp2,dp2,zero3,1f1b,ckpt2,m6", False, SHARDED | BF16),
     ("pp2,dp2,zero3,zbv", True, SHARDED),
-    ("dp2,zero3,gpipe,chunks2,ckpt1", False, SHARDED | BF16),
+    ("dp2,zero3,gpipe,chunks2,cheap", False, SHARDED | BF16),
     ("zero3,gpipe,chunks2,ckpt1", False, ON_HOST | BF16),
     ("zero3,1f1b,half", False, ON_HOST | BF16),
     ("pp2,dp2,zero3,1f1b", False, LIMITED | BF16),
@@ -65,13 +65,11 @@ def everything() -> list[tuple[str, bool, dict[str, Any]]]:
     schedules = ["1f1b", "interleaved", "zb-h1", "zbv", "zb-looped"]
     found = []
     for shape, zero, schedule, recompute, tied, more in product(
-        shapes, (0, 1, 2, 3), schedules, (0, 1), (False, True), ({}, BF16)
+        shapes, (0, 1, 2, 3), schedules, ("ckpt0", "ckpt1", "cheap"), (False, True), ({}, BF16)
     ):
         possible = (zero == 0 or "dp2" in shape) and (schedule == "1f1b" or "pp2" in shape)
         if possible:
-            found.append(
-                (f"{shape},zero{zero},{schedule},ckpt{recompute}", tied, more | SHARDED if zero == 3 else more)
-            )
+            found.append((f"{shape},zero{zero},{schedule},{recompute}", tied, more | SHARDED if zero == 3 else more))
     return found
 
 

@@ -149,7 +149,8 @@ class MemoryModel:
         return [self._chunk(placement, bounds, layout, c, splits=True).held for c in range(len(placement))]
 
     def _layers(self, layout: Layout) -> tuple[LayerProfile, ...]:
-        return self.model.layers(layout.tensor_ranks, layout.sequence_parallel, layout.micro_batch, layout.recompute)
+        how = layout.micro_batch, layout.recompute, layout.policy
+        return self.model.layers(layout.tensor_ranks, layout.sequence_parallel, *how)
 
     def _chunk(
         self, placement: Sequence[int], bounds: Sequence[int], layout: Layout, chunk: int, splits: bool

@@ -110,7 +110,9 @@ class Predictor:
         """Return the profiles of the layers on a rank of the layout, of a single sample unless exactly."""
         micro_batch = layout.micro_batch if exactly else 1
         profile = self.profile(layout.units)
-        return profile.layers(layout.tensor_ranks, layout.sequence_parallel, micro_batch, layout.recompute)
+        return profile.layers(
+            layout.tensor_ranks, layout.sequence_parallel, micro_batch, layout.recompute, layout.policy
+        )
 
     @cached_property
     def expected(self) -> Times:

@@ -31,6 +31,7 @@ _FEW = ((1, 2), (2, 3))
 
 
 _Slicing = tuple[int, bool]  # tensor-parallel ranks, and whether sequences are split among them
+_Policy = Literal["cheap", "attention"] | None
 
 
 class ModelProfile:
@@ -67,8 +68,8 @@ class ModelProfile:
         self._counter = OperatorCounter(INSTEAD, fuses)
         self._losses: dict[Any, LayerProfile] = {}
         self._in_other_layers: dict[tuple[int, ...], ModelProfile] = {}
-        self._slicings: dict[_Slicing, ModelTraces] = {}
-        self._profiles: dict[tuple[_Slicing, int, bool], tuple[LayerProfile, ...]] = {}
+        self._slicings: dict[tuple[_Slicing, _Policy], ModelTraces] = {}
+        self._profiles: dict[tuple[_Slicing, int, bool, _Policy], tuple[LayerProfile, ...]] = {}
         self._parameters: dict[object, list[list[ParameterInfo]]] = {}
         self._merged: dict[object, nn.Parameter] = {}
         self._policies: dict[tuple[int, int], ZeroPolicy] = {}
@@ -126,22 +127,31 @@ class ModelProfile:
         )
 
     def layers(
-        self, tensor_ranks: int = 1, sequence_parallel: bool = False, micro_batch: int = 1, recompute: int = 0
+        self,
+        tensor_ranks: int = 1,
+        sequence_parallel: bool = False,
+        micro_batch: int = 1,
+        recompute: int = 0,
+        policy: _Policy = None,
     ) -> tuple[LayerProfile, ...]:
-        """Return the profile of each layer; equal layers share theirs. recompute: as activation_checkpoint_interval.
+        """Return the profile of each layer; equal layers share theirs. recompute, policy: as those of a Layout.
 
         Raises PartitionError, which names the layer and the remedy, for one that can't be traced.
         """
         slicing = tensor_ranks, sequence_parallel and tensor_ranks > 1
-        key = slicing, micro_batch, recompute > 0
+        key = slicing, micro_batch, recompute > 0, policy if recompute else None
         if key not in self._profiles:
-            if recompute:
-                plain = self.layers(tensor_ranks, sequence_parallel, micro_batch)
-                known = {id(p): recomputed(p) for p in {id(p): p for p in plain}.values()}
-                chosen = zip(plain, self._recomputes, strict=True)
-                self._profiles[key] = tuple(known[id(p)] if again else p for p, again in chosen)
+            if not recompute:
+                self._profiles[key] = self._trace(slicing, micro_batch, None)
             else:
-                self._profiles[key] = self._trace(slicing, micro_batch)
+                plain = self.layers(tensor_ranks, sequence_parallel, micro_batch)
+                if policy is None:
+                    known = {id(p): recomputed(p) for p in {id(p): p for p in plain}.values()}
+                    again: Iterable[LayerProfile] = [known[id(p)] for p in plain]
+                else:
+                    again = self._trace(slicing, micro_batch, policy)
+                chosen = zip(plain, again, self._recomputes, strict=True)
+                self._profiles[key] = tuple(other if recomputes else p for p, other, recomputes in chosen)
         return self._profiles[key]
 
     def stage_parameters(
@@ -184,18 +194,20 @@ class ModelProfile:
         merged = self.merged([ParameterInfo("", parameter, ()) for _, parameter in layer.parameters])
         return layer if layer.tie is not None else replace(layer, parameters=tuple(("", p.parameter) for p in merged))
 
-    def _trace(self, slicing: _Slicing, micro_batch: int) -> tuple[LayerProfile, ...]:
-        if slicing not in self._slicings:
-            self._slicings[slicing] = ModelTraces(self._traceable, *slicing, self._on_meta, self._counter, self._losses)
+    def _trace(self, slicing: _Slicing, micro_batch: int, policy: _Policy) -> tuple[LayerProfile, ...]:
+        key = slicing, policy
+        if key not in self._slicings:
+            model = self._traceable if policy is None else replace(self._traceable, recomputation=policy)
+            self._slicings[key] = ModelTraces(model, *slicing, self._on_meta, self._counter, self._losses)
         try:
-            return _at(micro_batch, self._slicings[slicing].profiles)
+            return _at(micro_batch, self._slicings[key].profiles)
         except PartitionError:
             if not self._on_meta:
                 raise
         # A layer wants to know more of tensors than there is on the meta device: fake ones have it.
         self._on_meta = False
         self._slicings.clear()
-        return self._trace(slicing, micro_batch)
+        return self._trace(slicing, micro_batch, policy)
 
 
 def _at(micro_batch: int, traced: Callable[[int], tuple[LayerProfile, ...]]) -> tuple[LayerProfile, ...]:

@@ -26,6 +26,7 @@ layouts = st.builds(
     micro_batches=NUMBERS,
     chunks=NUMBERS,
     recompute=st.integers(0, 9),
+    policy=st.sampled_from([None, "cheap", "attention"]),
     schedule=st.sampled_from(SCHEDULES),
     placement=st.sampled_from(["loop", "v"]),
     units=st.sampled_from([None, "half"]),
@@ -77,6 +78,8 @@ def test_words_are_read_as_what_was_written(layout: Layout):
         "pp1,gpipe,v,chunks2,m1,mb1",
         "tp8,1f1b,m4,mb1",
         "pp4,dp2,zero1,half,zb-h1,m2,mb1",
+        "pp4,zb-h1,m2,mb1,cheap",
+        "pp2,1f1b,m2,mb1,attention,ckpt2",
     ],
 )
 def test_these_words_are_the_usual_ones(words: str):
@@ -136,6 +139,9 @@ def test_a_complete_layout_means_one_configuration(layout: Layout):
         **({"units": "half"} if layout.units else {}),
     }
     assert configuration(layout, {"pipeline": {"units": "half"}})["pipeline"]["units"] == (layout.units or "block")
+    assert config.get("activation_checkpointing", {}).get("policy") == layout.policy
+    base = {"activation_checkpointing": {"policy": "full", "profile": True}}
+    assert configuration(layout, base)["activation_checkpointing"] == {"policy": layout.policy, "profile": True}
     assert config["train_micro_batch_size_per_gpu"] == layout.micro_batch
     assert config["gradient_accumulation_steps"] == layout.micro_batches
     assert config["zero_optimization"]["stage"] == layout.zero
