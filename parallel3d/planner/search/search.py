@@ -127,8 +127,11 @@ class Bounds:
         found = np.full((2, len(space)), np.inf)
         predictor, num_chunks, whole = self._predictor, space.chunks, space.whole_backwards
         sharding = space.tensor_ranks, space.sequence_parallel
-        for chosen in _groups(*sharding, space.recompute > 0, space.micro_batch, space.halves, whole):
+        full = (space.recompute > 0) & (space.policy == 0)  # other policies take at least as long as none
+        for chosen in _groups(*sharding, full, space.micro_batch, space.halves, whole):
             layout, is_whole = space.layout(chosen[0]), bool(whole[chosen[0]])
+            if layout.policy is not None:
+                layout = layout.model_copy(update={"recompute": 0, "policy": None})
             try:
                 # Half blocks together take as long as whole ones, whose profile is needed anyway.
                 layers = predictor.layers(layout.model_copy(update={"units": None}), exactly=False)
@@ -167,7 +170,7 @@ class Bounds:
         in_flight = np.minimum(space.in_flight, space.micro_batches)
         # Between the two parts of a backward the gradients of at least one chunk's weights are deferred.
         late = ~space.whole_backwards / space.chunks
-        for chosen in _groups(space.tensor_ranks, space.sequence_parallel, space.recompute):
+        for chosen in _groups(space.tensor_ranks, space.sequence_parallel, space.recompute, space.policy):
             one = space.layout(chosen[0]).model_copy(update={"micro_batch": 1, "units": None})
             stages, samples = space.stages[chosen], _EVEN * space.micro_batch[chosen]
             held, deferred = memory.held(one)

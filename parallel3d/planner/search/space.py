@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from parallel3d.config import SELECTIVE
 from parallel3d.config.layout import Layout, PartialLayout
 from parallel3d.planner.network.fabric import Floats, Integers
 from parallel3d.schedule.builders import WHOLE_BACKWARDS
@@ -20,6 +21,8 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32)  # samples
 # and for a time what n layers hold, each ten inputs or more: for models of up to 160 layers the least for n <= 4.
 RECOMPUTED = (0, 1, 2, 4)
 _HALVES_RECOMPUTED = (*RECOMPUTED, 8)
+# What each layer recomputes: all, or a part. Without being asked for, the second one is searched, too.
+_POLICIES = (None, *SELECTIVE)
 # Most chunks of all stages for which an order is searched: for more the search is too slow, on many ranks even earlier.
 _MOST_SEARCHED, _MOST_SEARCHED_LARGE, LARGE = 32, 16, 4096
 # Most chunks of all stages x micro-batches of a breadth-first program (arXiv:2211.05953), which holds all micro-batches.
@@ -47,7 +50,7 @@ VARIANTS = tuple(
 class Space:
     """Layouts: element k of each column belongs to layout k.
 
-    variant: index in VARIANTS; sequence_parallel: 0 or 1; halves: 1 if layers are half blocks.
+    variant: index in VARIANTS; sequence_parallel: 0 or 1; halves: 1 if layers are half blocks; policy: index in _POLICIES.
     """
 
     halves: Integers
@@ -59,6 +62,7 @@ class Space:
     micro_batches: Integers
     zero: Integers
     recompute: Integers
+    policy: Integers
     variant: Integers
 
     def __len__(self) -> int:
@@ -95,7 +99,8 @@ class Space:
         """Return layout k, fully specified."""
         values = {field.name: int(getattr(self, field.name)[k]) for field in fields(self)}
         halves, variant = values.pop("halves"), VARIANTS[values.pop("variant")]
-        return Layout(**(dict(variant) | values | {"units": "half" if halves else None}))
+        policy = _POLICIES[values.pop("policy")]
+        return Layout(**(dict(variant) | values | {"units": "half" if halves else None, "policy": policy}))
 
 
 def enumerate_space(
@@ -136,10 +141,11 @@ def enumerate_space(
         & (~is_breadth_first | is_asked | (num_chunks * space.micro_batches <= _MOST_BREADTH))
         & ((space.tensor_ranks > 1) | (space.sequence_parallel == 0))
         & ((space.replicas > 1) | (space.zero == 0) | (space.zero == 3) & offloads)
+        & ((space.policy == 0) | (space.recompute == 1) | ("policy" in fixed.given))
         & ((space.recompute <= 1) | (space.recompute * num_chunks <= layers))
         & ((space.recompute <= RECOMPUTED[-1]) | (space.halves > 0) | ("recompute" in fixed.given))
     )
-    for name in fixed.given - {"schedule", "chunks", "placement", "units"}:
+    for name in fixed.given - {"schedule", "chunks", "placement", "units", "policy"}:
         kept &= getattr(space, name) == getattr(fixed, name)
     return space.where(kept)
 
@@ -160,6 +166,7 @@ def _choices(
         "micro_batch": MICRO_BATCHES if micro_batch is None else [micro_batch],
         "zero": [0, 1, 2, 3],
         "recompute": _HALVES_RECOMPUTED if recompute is None else [recompute],
+        "policy": [0, 1] if recompute is None else [_POLICIES.index(fixed.policy)],
         "variant": [k for k, variant in enumerate(VARIANTS) if _is_searched(variant, fixed)],
     }
 
