@@ -142,6 +142,7 @@ def test_several_layers_are_recomputed_together_where_that_alone_fits() -> None:
     fullest = {
         layout.recompute: max(stage.reserved for stage in evaluate(free.predictor, layout).memory)
         for layout in map(free.space.layout, range(len(free.space)))
+        if layout.policy is None
     }
     assert fullest[2] < 0.9 * fullest[1]
     assert free.answer().config["pipeline"]["activation_checkpoint_interval"] == 0
