@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,18 +27,39 @@ _PRODUCTS = frozenset(
 )
 
 
+@dataclass
+class _Kept:
+    """Results that a region keeps, and what computed them.
+
+    saved: number of tensors that autograd had saved in the region when it had saved those of this computation.
+    """
+
+    what: object
+    results: Any
+    versions: list[int]
+    saved: int
+
+
 class _Region:
-    """Results that one region keeps, each with what computed it, in the order of the forward."""
+    """What one region keeps, in the order of its forward. saved: number of tensors that autograd has saved in it."""
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[object, Any, list[int]]] = deque()
+        self._kept: deque[_Kept] = deque()
+        self.saved = 0
 
-    def keep(self, what: object, results: Any) -> None:
-        """Keep tensors in any pytree."""
+    def keep(self, what: object, results: Any, saves: int) -> None:
+        """Keep tensors in any pytree. saves: number of tensors that autograd will save for what computed them."""
         # An alias with the same version counter, also below autograd.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             aliases = tree_map_only(Tensor, Tensor.detach, results)
-        self._kept.append((what, aliases, _versions(aliases)))
+        self._kept.append(_Kept(what, aliases, _versions(aliases), self.saved + saves))
+
+    def end(self) -> None:
+        """Forget the last results if autograd has saved nothing after them: the recomputation ends there."""
+        if self._kept and self._kept[-1].saved == self.saved:
+            last = self._kept[-1]
+            last.results = tree_map_only(Tensor, lambda t: t.new_empty(()).expand(t.shape), last.results)
+            last.versions = _versions(last.results)
 
     def take(self, what: object) -> Any:
         """Return the next results. Raises ExecutionError if something else computed them, or if they have changed."""
@@ -44,15 +68,15 @@ class _Region:
                 "a recomputed region has given its results to an earlier backward; run one backward, or set "
                 'activation_checkpointing.policy to "full"'
             )
-        computed_by, results, versions = self._kept.popleft()
-        if computed_by != what:
-            raise ExecutionError(f"a region computed {computed_by} in its forward, but {what} in its recomputation")
-        if versions != _versions(results):
+        kept = self._kept.popleft()
+        if kept.what != what:
+            raise ExecutionError(f"a region computed {kept.what} in its forward, but {what} in its recomputation")
+        if kept.versions != _versions(kept.results):
             raise ExecutionError(
                 f"a result of {what}, kept for a recomputation, was changed in place; use an operation that makes a new "
                 'tensor, or set activation_checkpointing.policy to "full"'
             )
-        return results
+        return kept.results
 
 
 def _versions(results: Any) -> list[int]:
@@ -66,6 +90,27 @@ class _Operators(TorchDispatchMode):
         super().__init__()
         self._region, self._keeps_attention, self._is_recomputing = region, keeps_attention, is_recomputing
         self._is_inside = False  # of what is kept as a whole
+        self._counting: AbstractContextManager[None] = nullcontext()
+
+    def __enter__(self) -> _Operators:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # those of torch.utils.checkpoint
+        if not self._is_recomputing and hooks is not None:
+            pack, unpack = hooks
+            self._counting = torch.autograd.graph.saved_tensors_hooks(partial(self._count, pack), unpack)
+        self._counting.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._counting.__exit__(None, None, None)
+        self._counting = nullcontext()  # it refers to this object
+        if not self._is_recomputing:
+            self._region.end()
+
+    def _count(self, pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+        self._region.saved += 1
+        return pack(tensor)
 
     def __torch_dispatch__(
         self, operator: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -78,8 +123,8 @@ class _Operators(TorchDispatchMode):
         keeps = not self._is_inside and (name in _PRODUCTS or attends)
         return self.run(operator, lambda: operator(*args, **kwargs)) if keeps else operator(*args, **kwargs)
 
-    def run(self, what: object, compute: Callable[[], Any]) -> Any:
-        """Return compute(), which is kept as a whole, or what it returned in the region's forward."""
+    def run(self, what: object, compute: Callable[[], Any], saves: int = 0) -> Any:
+        """Return compute(), which is kept as a whole, or what it returned in the region's forward. saves: see _Region.keep."""
         if self._is_recomputing:
             return self._region.take(what)
         self._is_inside = True
@@ -87,16 +132,19 @@ class _Operators(TorchDispatchMode):
             results = compute()
         finally:
             self._is_inside = False
-        self._region.keep(what, results)
+        self._region.keep(what, results, saves)
         return results
 
 
-def kept(what: str, compute: Callable[[], Sequence[Tensor]]) -> tuple[Tensor, ...]:
-    """Return compute(); its results are kept if a selective region runs it. For functions that multiply or communicate."""
+def kept(what: str, compute: Callable[[], Sequence[Tensor]], saves: int) -> tuple[Tensor, ...]:
+    """Return compute(); its results are kept if a selective region runs it. For functions that multiply or communicate.
+
+    saves: number of tensors that the calling autograd function has given to save_for_backward.
+    """
     operators = next((mode for mode in _get_current_dispatch_mode_stack()[::-1] if isinstance(mode, _Operators)), None)
     if operators is None:
         return tuple(compute())
-    results: tuple[Tensor, ...] = operators.run(what, lambda: tuple(compute()))
+    results: tuple[Tensor, ...] = operators.run(what, lambda: tuple(compute()), saves)
     return results
 
 

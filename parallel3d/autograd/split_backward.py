@@ -79,6 +79,10 @@ class RegionBoundary:
 NO_BOUNDARY = RegionBoundary()
 
 
+def _number(tensors: Sequence[Tensor | None]) -> int:
+    return sum(tensor is not None for tensor in tensors)
+
+
 class SplitLinears(torch.autograd.Function):
     """F.linear of one input, which enters through a boundary, for one or several weights.
 
@@ -96,9 +100,10 @@ class SplitLinears(torch.autograd.Function):
         ctx.sinks, ctx.boundary, ctx.parameters = sinks, boundary, parameters
         _, _, needs_x, *needs = ctx.needs_input_grad
         weights: Any = parameters[::2]
-        ctx.save_for_backward(x if any(needs[::2]) else None, *(weights if needs_x else ()))
+        saved = (x if any(needs[::2]) else None, *(weights if needs_x else ()))
+        ctx.save_for_backward(*saved)
         pairs = list(zip(weights, parameters[1::2], strict=True))
-        return kept("column products", lambda: boundary.enter_products(x, pairs))
+        return kept("column products", lambda: boundary.enter_products(x, pairs), _number(saved))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
@@ -142,8 +147,9 @@ class SplitRowLinear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.sink, ctx.weight, ctx.boundary = sink, weight, boundary
         _, _, needs_x, needs_weight = ctx.needs_input_grad
-        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
-        (y,) = kept("row products", lambda: [boundary.leave_products([(x, weight.t())])()])
+        saved = x if needs_weight else None, weight if needs_x else None
+        ctx.save_for_backward(*saved)
+        (y,) = kept("row products", lambda: [boundary.leave_products([(x, weight.t())])()], _number(saved))
         return y
 
     @staticmethod

@@ -97,8 +97,8 @@ LAYERS = {
     "block with dropout": partial(decoder_block, attention_dropout=0.1, residual_dropout=0.1),
     "layer of the user's": Users,
 }
-# Queries, keys, values, outputs of both halves, gate and up; with the attention, its output and a logarithm for each head.
-PRODUCTS = 5 * HIDDEN + 2 * FFN
+# Queries, keys, values, output of the first half, gate and up; with the attention, its output and a logarithm for each head.
+PRODUCTS = 4 * HIDDEN + 2 * FFN
 BLOCK = {"cheap": PRODUCTS + HIDDEN + HEADS, "attention": PRODUCTS, "full": 0}
 
 
@@ -110,7 +110,7 @@ def test_gradients_are_bitwise_those_of_plain_autograd(name: str):
         assert all(torch.equal(g, w) for g, w in zip(gradients, wanted, strict=True)), policy
         assert (operators["products"] > plain["products"]) == (policy == "full")
         assert operators["attention"] == (name == "block" and policy != "cheap")
-        assert held == elements if name == "block" else held < 0.7 * most
+        assert int(held) == elements if name == "block" else held < 0.7 * most
 
 
 def test_a_kept_result_is_used_once_and_as_it_was():

@@ -21,7 +21,7 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32)  # samples
 # and for a time what n layers hold, each ten inputs or more: for models of up to 160 layers the least for n <= 4.
 RECOMPUTED = (0, 1, 2, 4)
 _HALVES_RECOMPUTED = (*RECOMPUTED, 8)
-# What each layer recomputes: all, or a part. Without being asked for, the second one is searched, too.
+# What each layer recomputes: all, or a part.
 _POLICIES = (None, *SELECTIVE)
 # Most chunks of all stages for which an order is searched: for more the search is too slow, on many ranks even earlier.
 _MOST_SEARCHED, _MOST_SEARCHED_LARGE, LARGE = 32, 16, 4096
@@ -166,7 +166,7 @@ def _choices(
         "micro_batch": MICRO_BATCHES if micro_batch is None else [micro_batch],
         "zero": [0, 1, 2, 3],
         "recompute": _HALVES_RECOMPUTED if recompute is None else [recompute],
-        "policy": [0, 1] if recompute is None else [_POLICIES.index(fixed.policy)],
+        "policy": range(len(_POLICIES)) if recompute is None else [_POLICIES.index(fixed.policy)],
         "variant": [k for k, variant in enumerate(VARIANTS) if _is_searched(variant, fixed)],
     }
 
