@@ -14,8 +14,10 @@ TORCH ?= 2.11.0
 # Hundreds of processes import the package, and those of readme PyTorch as it was unpacked: each would compile it anew where the
 # environment says not to keep that.
 export PYTHONDONTWRITEBYTECODE =
+# Most modules that are installed are never imported; the others are compiled when they first are. PIP_NO_COMPILE=1 means the opposite.
+export PIP_COMPILE = 0
 
-.PHONY: setup train test test-all test-versions clusters readme docs fuzz lint clean
+.PHONY: setup all-of-ci train test test-all test-versions clusters readme docs fuzz lint clean
 
 setup: $(STAMP)
 
@@ -27,6 +29,12 @@ $(PACKAGE): setup.py constraints.txt
 $(STAMP): $(PACKAGE)
 	$(BIN)/pip install -q -c constraints.txt -e ".[test]"
 	touch $(STAMP)
+
+# All environments at once: each pip solves the requirements anew, and builds the package.
+all-of-ci:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt -e ".[test,docs,ray]"
+	touch $(PACKAGE) $(STAMP) $(DOCS) $(RAY)
 
 train: $(PACKAGE)
 	$(BIN)/parallel3d --num_procs $(LAYOUT) examples/train_gpt.py --layout $(LAYOUT) $(ARGS)

@@ -38,7 +38,7 @@ def main() -> None:
     environment = {name: value for name, value in os.environ.items() if name not in left_out} | {
         "PATH": f"{source / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "PIP_CONSTRAINT": str(source / "constraints.txt"),
-        "PIP_NO_COMPILE": "1",  # compiling all that comes with PyTorch takes as long as the rest of the installation
+        "PIP_COMPILE": "0",  # compiling all that comes with PyTorch takes as long as the rest of the installation
         "ARGS": "--steps 8 --eval_windows 64 --sample 8",
     }
     raise SystemExit(subprocess.run(["bash", "-exo", "pipefail", "-c", script], cwd=source, env=environment).returncode)
