@@ -6,7 +6,8 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from threading import Thread
@@ -27,6 +28,7 @@ _BACKLOG = 4096
 _JOB = "parallel3d"
 _JOIN_S = 600.0  # until a host that has not come is an error
 _LAST_CALL_S = 5.0  # until a restart goes on without hosts that have not come
+_BEGIN_S = 15.0  # until a host that has come to a start, and says nothing more, is lost
 _ANSWER = timedelta(seconds=5)
 _LOOK_S, _LOST_S = 1.0, 10.0  # between two signs of life, and until a host without is lost
 _LEAVE_S, _REST_S = 5.0, 2.0
@@ -66,13 +68,14 @@ class SeveralHosts(DynamicRendezvousHandler):
     _kept: SeveralHosts
     _connect: Callable[..., TCPStore]
     _jobs: TCPStore
-    _may_shrink: bool
+    _max_restarts: int
 
     @classmethod
-    def of(cls, node: Node, may_shrink: bool) -> SeveralHosts:
-        """Return the rendezvous of a host. may_shrink: whether a restart may go on without hosts that are lost.
+    def of(cls, node: Node, max_restarts: int) -> SeveralHosts:
+        """Return the rendezvous of a host. With restarts, a start but the first may go on without hosts that are lost.
 
-        Raises ConfigError if the store can't listen, ExecutionError if it does not answer.
+        Raises ConfigError if the store can't listen, ExecutionError if it does not answer, hosts don't come, or their clocks
+        differ.
         """
         connect = partial(TCPStore, node.address, node.port, is_master=False, wait_for_workers=False)
         try:
@@ -88,7 +91,7 @@ class SeveralHosts(DynamicRendezvousHandler):
             _JOB,
             store,
             C10dRendezvousBackend(store, _JOB),
-            len(node.hosts),
+            1 if max_restarts else len(node.hosts),
             len(node.hosts),
             # What torch sorts the hosts by.
             local_addr=f"{node.index:06}",
@@ -96,8 +99,9 @@ class SeveralHosts(DynamicRendezvousHandler):
             keep_alive_interval=1,
             keep_alive_max_attempt=int(_LOST_S),
         )
-        self.node, self._may_shrink, self._connect, self._jobs = node, may_shrink, connect, store
+        self.node, self._max_restarts, self._connect, self._jobs = node, max_restarts, connect, store
         cls._kept = self  # its end would wait for its thread, which waits as long as TCP for a host that is cut off
+        store.set_timeout(timedelta(seconds=_BEGIN_S))
         self._gather()
         return self
 
@@ -107,21 +111,33 @@ class SeveralHosts(DynamicRendezvousHandler):
         return True
 
     def _gather(self) -> None:
-        """Wait until every host has come once: the first start is one of all. Raises ExecutionError that names the absent."""
-        self._jobs.set(f"came/{self.node.index}", "")
-        end = time.monotonic() + _JOIN_S
-        while missing := [host for k, host in enumerate(self.node.hosts) if not self._jobs.check([f"came/{k}"])]:
+        """Wait until every host has come once, and compare their clocks. Raises ExecutionError that names hosts."""
+        jobs, hosts = self._jobs, self.node.hosts
+        jobs.set(f"came/{self.node.index}", "")
+        came, end = [f"came/{k}" for k in range(len(hosts))], time.monotonic() + _JOIN_S
+        while not jobs.check(came):
             if time.monotonic() > end:
+                missing = [host for host, key in zip(hosts, came, strict=True) if not jobs.check([key])]
                 raise ExecutionError(
                     f"these hosts have not come within {_JOIN_S:g} s: {', '.join(missing)}; look what they print"
                 )
             time.sleep(0.1)
+        if jobs.add("starts", 0) == 0:  # all are here at this moment, and none comes back
+            jobs.set(f"clock/{self.node.index}", str(time.time()))
+            check_clocks({host: float(jobs.get(f"clock/{k}")) for k, host in enumerate(hosts)})
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return this host's place among those of the next start."""
-        if self._may_shrink and self._jobs.add("starts", 0) > 0:  # the first start is one of all hosts
-            object.__setattr__(self.settings, "min_nodes", 1)  # one object for all parts of torch's rendezvous
-        info = super().next_rendezvous()
+        """Return this host's place among those of the next start. Raises ExecutionError if none comes off."""
+        for _ in range(1 + self._max_restarts):
+            # A host may be lost after it has joined, and the first start is one of all hosts, also if one is slow.
+            with suppress(DistError):
+                info = super().next_rendezvous()
+                if info.world_size == len(self.node.hosts) or self._jobs.add("starts", 0) > 0:
+                    return self._begin(info)
+        raise ExecutionError(f"hosts that had joined did not begin within {_BEGIN_S:g} s; look what they print")
+
+    def _begin(self, info: RendezvousInfo) -> RendezvousInfo:
+        """Return the place in a start, at the address of its ranks' store, once all hosts of the start have come to it."""
         if info.rank == 0:
             info.store.set("starts", str(self._jobs.add("starts", 1) - 1))
         self.starts, self._place = int(info.store.get("starts")), info.rank
@@ -204,6 +220,16 @@ class SeveralHosts(DynamicRendezvousHandler):
 
     def _of_start(self, store: Store) -> PrefixStore:
         return PrefixStore(f"{_JOB}/{self.starts}", store)
+
+
+def check_clocks(clocks: Mapping[str, float]) -> None:
+    """Raise ExecutionError if hosts' times, in seconds and told at one moment, differ: torch's rendezvous compares them."""
+    first, last = min(clocks, key=clocks.__getitem__), max(clocks, key=clocks.__getitem__)
+    if clocks[last] - clocks[first] > _LAST_CALL_S:
+        raise ExecutionError(
+            f"the clock of {last} is {clocks[last] - clocks[first]:.0f} s ahead of that of {first}: hosts whose clocks differ "
+            f"by more than {_LAST_CALL_S:g} s take each other for lost; set them by NTP"
+        )
 
 
 def listen(port: int, address: str = ADDRESS) -> TCPStore:
