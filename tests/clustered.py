@@ -186,7 +186,7 @@ def test_two_hosts_train_as_plain_pytorch_and_keep_their_order(tmp_path: Path, n
     """Also after a rank has failed."""
     job = Job(tmp_path, PARALLEL3D_TEST_FAILS="3 4 0")
     job.launch(
-        network[0], "--num_procs", "2", "--max_restarts", "1", "--launcher_args", f"-F {tmp_path / 'ssh_config'}"
+        network[0], "--num_procs", "dp4", "--max_restarts", "1", "--launcher_args", f"-F {tmp_path / 'ssh_config'}"
     )
     assert job.wait(120) == 0, job.said()
     job.check(4)

@@ -137,7 +137,8 @@ def _node_command(options: argparse.Namespace, hosts: Mapping[str, list[int]]) -
         f"--master_addr={address}",
     ]
     command.append(f"--master_port={options.master_port or PORT}")
-    values = {"max_restarts": options.max_restarts, "num_procs": options.num_procs, "log_dir": options.log_dir}
+    each = len(next(iter(hosts.values()))) if options.num_procs else None  # a layout's, divided among the hosts
+    values = {"max_restarts": options.max_restarts, "num_procs": each, "log_dir": options.log_dir}
     if options.bind_core_list:
         values["bind_core_list"] = ",".join(map(str, options.bind_core_list))
     command += [f"--{name}={value}" for name, value in values.items() if value]

@@ -14,7 +14,7 @@ import torch
 
 from parallel3d.errors import ConfigError
 from parallel3d.launcher.agent import launch
-from parallel3d.launcher.cli import refuse
+from parallel3d.launcher.cli import WorldSize, refuse
 from parallel3d.launcher.hosts import parse_hostfile, parse_named, parse_resource_filter, read_ranks
 from parallel3d.launcher.nodes import LOCAL, PORT, address_of, is_local, launch_nodes
 from parallel3d.launcher.options import LaunchOptions, Node
@@ -73,10 +73,16 @@ def choose_hosts(options: argparse.Namespace, devices: int) -> dict[str, list[in
             f"--num_nodes is {options.num_nodes}, but hosts are {', '.join(found)}; name a --hostfile with all"
         )
     hosts = dict(list(parse_resource_filter(found, options.include, options.exclude).items())[: options.num_nodes])
-    if each := options.num_procs or options.num_gpus:
-        hosts = {host: list(range(each)) for host in hosts}
     if not hosts:
         raise ConfigError(f"--exclude {options.exclude} leaves no device; name fewer")
+    if each := options.num_procs or options.num_gpus:
+        if isinstance(each, WorldSize):
+            if each % len(hosts):
+                raise ConfigError(
+                    f"the {each} ranks of a layout can't be divided among {len(hosts)} hosts; choose by --num_nodes"
+                )
+            each //= len(hosts)
+        hosts = {host: list(range(each)) for host in hosts}
     return hosts
 
 

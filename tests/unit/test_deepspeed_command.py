@@ -30,6 +30,7 @@ REPO = Path(__file__).parents[2]
         ("--num_gpus 1 -i localhost s.py", "don't go with --include or --exclude localhost"),
         ("--num_nodes 2 s.py", "--num_nodes is 2, but hosts are localhost; name a --hostfile"),
         ("-e localhost s.py", "leaves no device"),
+        ("-H hosts --num_procs pp3 s.py", "the 3 ranks of a layout can't be divided among 2 hosts"),
         ("--no_ssh --node_rank 3 s.py", "nodes are 0 to 0"),
         ("--max_elastic_nodes 2 s.py", "--max_elastic_nodes is not supported; --max_restarts goes on with fewer hosts"),
         ("--launcher mvapich s.py", r"--launcher mvapich is not supported; drop it.*MVAPICH take mpich's options"),
