@@ -151,6 +151,7 @@ def _by_manager(launcher: str, hosts: list[str], variables: Mapping[str, str]) -
     number = str(len(hosts))
     if launcher == "slurm":
         command = ["srun", "--nodes", number, "--ntasks", number, "--ntasks-per-node", "1", "--export=ALL"]
+        command += ["--no-kill", "--kill-on-bad-exit=0"]  # a host that is lost, or fails, leaves the others to decide
         return [*command, "--cpu-bind=none", *([] if hosts == [LOCAL] else ["--nodelist", ",".join(hosts)])]
     if launcher == "openmpi":
         command = ["mpirun", "-n", number, "--host", ",".join(f"{host}:1" for host in hosts), "--bind-to", "none"]

@@ -6,7 +6,7 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -113,7 +113,7 @@ class SeveralHosts(DynamicRendezvousHandler):
     def _gather(self) -> None:
         """Wait until every host has come once, and compare their clocks. Raises ExecutionError that names hosts."""
         jobs, hosts = self._jobs, self.node.hosts
-        jobs.set(f"came/{self.node.index}", "")
+        jobs.set(f"came/{self.node.index}", socket.gethostname())
         came, end = [f"came/{k}" for k in range(len(hosts))], time.monotonic() + _JOIN_S
         while not jobs.check(came):
             if time.monotonic() > end:
@@ -122,9 +122,10 @@ class SeveralHosts(DynamicRendezvousHandler):
                     f"these hosts have not come within {_JOIN_S:g} s: {', '.join(missing)}; look what they print"
                 )
             time.sleep(0.1)
+        self._names = [name.decode() for name in jobs.multi_get(came)]
         if jobs.add("starts", 0) == 0:  # all are here at this moment, and none comes back
             jobs.set(f"clock/{self.node.index}", str(time.time()))
-            check_clocks({host: float(jobs.get(f"clock/{k}")) for k, host in enumerate(hosts)})
+            check_clocks(self._names, [float(jobs.get(f"clock/{k}")) for k in range(len(hosts))])
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Return this host's place among those of the next start. Raises ExecutionError if none comes off."""
@@ -144,7 +145,7 @@ class SeveralHosts(DynamicRendezvousHandler):
         self._keys = [f"life/{place}" for place in range(info.world_size)]
         store = self._of_start(self._jobs)
         if info.rank == 0:
-            address = self.node.address if self.node.index == 0 else self.node.hosts[self.node.index]
+            address = self.node.address if self.node.index == 0 else own_address(self.node.address)
             self._of_ranks = listen(0, address)
             store.set("ranks", f"{address} {self._of_ranks.port}")
         address, port = store.get("ranks").decode().split()
@@ -172,7 +173,7 @@ class SeveralHosts(DynamicRendezvousHandler):
             if time.monotonic() - self._lives[self._place] < _LOST_S:
                 return None
             self.cut_off()
-            return f"host {self.node.hosts[0]}, which has the job's store, does not answer"
+            return f"host {self._names[0]}, which has the job's store, does not answer"
         self._looked = time.monotonic()
         for place, (sign, before) in enumerate(zip(signs, self._signs, strict=True)):
             if sign != before:
@@ -181,9 +182,9 @@ class SeveralHosts(DynamicRendezvousHandler):
         for place, sign in enumerate(signs):
             index, other, _ = sign.decode().split()
             if other == FAILED:
-                return f"the ranks of host {self.node.hosts[int(index)]} have failed"
+                return f"the ranks of host {self._names[int(index)]} have failed"
             if other == RUNS and self._looked - self._lives[place] > _LOST_S:
-                return f"host {self.node.hosts[int(index)]} is lost: no sign of life for {_LOST_S:g} s"
+                return f"host {self._names[int(index)]} is lost: no sign of life for {_LOST_S:g} s"
         return None
 
     def num_nodes_waiting(self) -> int:
@@ -222,14 +223,22 @@ class SeveralHosts(DynamicRendezvousHandler):
         return PrefixStore(f"{_JOB}/{self.starts}", store)
 
 
-def check_clocks(clocks: Mapping[str, float]) -> None:
+def check_clocks(hosts: Sequence[str], clocks: Sequence[float]) -> None:
     """Raise ExecutionError if hosts' times, in seconds and told at one moment, differ: torch's rendezvous compares them."""
-    first, last = min(clocks, key=clocks.__getitem__), max(clocks, key=clocks.__getitem__)
-    if clocks[last] - clocks[first] > _LAST_CALL_S:
+    ahead, (first, last) = max(clocks) - min(clocks), [hosts[clocks.index(end(clocks))] for end in (min, max)]
+    if ahead > _LAST_CALL_S:
         raise ExecutionError(
-            f"the clock of {last} is {clocks[last] - clocks[first]:.0f} s ahead of that of {first}: hosts whose clocks differ "
-            f"by more than {_LAST_CALL_S:g} s take each other for lost; set them by NTP"
+            f"the clock of {last} is {ahead:.0f} s ahead of that of {first}: hosts whose clocks differ by more than "
+            f"{_LAST_CALL_S:g} s take each other for lost; set them by NTP"
         )
+
+
+def own_address(other: str) -> str:
+    """Return the address by which this host reaches another one."""
+    with socket.socket(type=socket.SOCK_DGRAM) as unsent:
+        unsent.connect((other, 1))
+        address: str = unsent.getsockname()[0]
+        return address
 
 
 def listen(port: int, address: str = ADDRESS) -> TCPStore:

@@ -110,7 +110,8 @@ def test_what_mpirun_and_srun_start(
     expected = {
         "openmpi": "A='4 (x2)' B=1 mpirun -n 2 --host b:1,a:1 --bind-to none -x A -x B",
         "mpich": "A='4 (x2)' B=1 mpirun -n 2 -ppn 1 -hosts b,a -genvlist A,B",
-        "slurm": "A='4 (x2)' B=1 srun --nodes 2 --ntasks 2 --ntasks-per-node 1 --export=ALL --cpu-bind=none --nodelist b,a",
+        "slurm": "A='4 (x2)' B=1 srun --nodes 2 --ntasks 2 --ntasks-per-node 1 --export=ALL --no-kill --kill-on-bad-exit=0"
+        " --cpu-bind=none --nodelist b,a",
     }
     options = "--ranks ranks.json --dry_run --max_restarts 2 --no_local_rank --bind_core_list 0,2-3 --launcher_args"
     for launcher, start in expected.items():
