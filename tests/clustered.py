@@ -185,7 +185,9 @@ IN_ORDER = [place("host-a", 0, 0, 0), place("host-a", 1, 1, 0), place("host-b", 
 def test_two_hosts_train_as_plain_pytorch_and_keep_their_order(tmp_path: Path, network: list[Host]):
     """Also after a rank has failed."""
     job = Job(tmp_path, PARALLEL3D_TEST_FAILS="3 4 0")
-    job.launch(network[0], "--num_procs", "2", "--max_restarts", "1", "--launcher_args", f"-F {tmp_path / 'ssh'}")
+    job.launch(
+        network[0], "--num_procs", "dp4", "--max_restarts", "1", "--launcher_args", f"-F {tmp_path / 'ssh_config'}"
+    )
     assert job.wait(120) == 0, job.said()
     job.check(4)
     assert job.places(0) == job.places(1) == IN_ORDER
@@ -197,7 +199,7 @@ def test_two_hosts_train_as_plain_pytorch_and_keep_their_order(tmp_path: Path, n
 
 def test_excluded_slots_are_left_out_and_the_exit_code_is_the_failed_rank_s(tmp_path: Path, network: list[Host]):
     job = Job(tmp_path, PARALLEL3D_TEST_FAILS="1 2 0")
-    job.launch(network[0], "--exclude", "host-a:1@host-b:0", "--launcher_args", f"-F {tmp_path / 'ssh'}")
+    job.launch(network[0], "--exclude", "host-a:1@host-b:0", "--launcher_args", f"-F {tmp_path / 'ssh_config'}")
     assert job.wait(120) == 3, job.said()
     assert [row[:3] for row in job.places(0)] == [["host-a", "0", "0"], ["host-b", "1", "0"]]
     assert "parallel3d: rank 1 failed (exit code 3)" in job.said()
@@ -210,7 +212,7 @@ def test_a_lost_host_ends_the_job_or_leaves_fewer_replicas(
     tmp_path: Path, network: list[Host], how: str, restarts: int
 ):
     job = Job(tmp_path, PARALLEL3D_TEST_PAUSE="0.3")
-    job.launch(network[0], "--launcher_args", f"-F {tmp_path / 'ssh'}", "--max_restarts", str(restarts))
+    job.launch(network[0], "--launcher_args", f"-F {tmp_path / 'ssh_config'}", "--max_restarts", str(restarts))
     job.until(lambda: len(job.rows()) >= 3)
     network[1].kill() if how == "killed" else network[1].link("down")
     if restarts:
@@ -227,18 +229,29 @@ def test_a_lost_host_ends_the_job_or_leaves_fewer_replicas(
 
 def test_nothing_is_left_of_a_launcher_that_is_killed(tmp_path: Path, network: list[Host]):
     job = Job(tmp_path, PARALLEL3D_TEST_PAUSE="60")
-    job.launch(network[0], "--launcher_args", f"-F {tmp_path / 'ssh'}")
+    job.launch(network[0], "--launcher_args", f"-F {tmp_path / 'ssh_config'}")
     job.until(lambda: len(job.rows()) == 1)
     [head] = [pid for pid, line in network[0].processes().items() if LAUNCHER in line]
     os.kill(head, signal.SIGKILL)
     job.until(lambda: not left(network[0]) + left(network[1]), 30)
 
 
-def test_mpirun_starts_two_hosts(tmp_path: Path, network: list[Host]):
-    require("mpirun")
-    args = f"--mca plm_rsh_args '-F {tmp_path / 'ssh'}' --mca oob_tcp_if_include eth0 --mca btl_tcp_if_include eth0"
-    job = Job(tmp_path, OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
-    job.launch(network[0], "--launcher", "openmpi", "--num_procs", "2", "--launcher_args", args)
+MPIRUNS = {
+    "openmpi": "--mca plm_rsh_args '{ssh}' --mca oob_tcp_if_include eth0 --mca btl_tcp_if_include eth0",
+    "mpich": "",
+}
+
+
+@pytest.mark.parametrize("launcher", MPIRUNS)
+def test_mpirun_starts_two_hosts(tmp_path: Path, network: list[Host], launcher: str):
+    require(f"mpirun.{launcher}")
+    (tmp_path / "mpirun").write_text(f'#!/bin/sh\nexec mpirun.{launcher} "$@"\n')
+    (tmp_path / "mpirun").chmod(0o755)
+    ssh = f"-F {tmp_path / 'ssh_config'}"
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    job = Job(tmp_path, HYDRA_LAUNCHER_EXTRA_ARGS=ssh, **as_root)
+    args = MPIRUNS[launcher].format(ssh=ssh)
+    job.launch(network[0], "--launcher", launcher, "--num_procs", "2", "--launcher_args", args)
     assert job.wait(120) == 0, job.said()
     job.check(4)
     assert job.places(0) == IN_ORDER

@@ -132,13 +132,13 @@ def two_hosts(
 ) -> Iterator[list[Host]]:
     """Two hosts, joined by a switch, that find each other by name. last: the last number of their addresses.
 
-    In the folder is `ssh`, the configuration with which each reaches the other, and `python` and `parallel3d`: a launcher that
+    In the folder is `ssh_config`, with which each reaches the other, and `python` and `parallel3d`: a launcher that
     they run has imported torch for its ranks.
     """
     folder.mkdir(parents=True, exist_ok=True)
     Path("/run/sshd").mkdir(exist_ok=True)
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "key"], check=True)
-    (folder / "ssh").write_text(_SSH.format(folder=folder))
+    (folder / "ssh_config").write_text(_SSH.format(folder=folder))
     addresses = [f"10.77.0.{number}" for number in last]
     lines = [f"{address} {name}\n" for address, name in zip(addresses, names, strict=True)]
     (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))

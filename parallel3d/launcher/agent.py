@@ -37,9 +37,11 @@ from parallel3d.launcher.options import GRACE_S, LaunchOptions
 from parallel3d.launcher.processes import adopt_orphans, children, end_leftovers, reap
 from parallel3d.launcher.rendezvous import DONE, FAILED, LEFT, RUNS, OneHost, SeveralHosts
 from parallel3d.launcher.reports import RankFailure, ending, rank_failures, status_of, summary
+from parallel3d.logs import logger
 
 _HOST_ANSWERS = timedelta(seconds=5)
 _LEAVING_S = 3.0  # until a rank that has left its script is ended like the others
+_OTHERS_END_S = 30.0  # that a host whose ranks, as all others', have ended well waits for the other launchers
 
 
 class WorkerAgent(LocalElasticAgent):
@@ -53,7 +55,9 @@ class WorkerAgent(LocalElasticAgent):
     def __init__(
         self, spec: WorkerSpec, logs_specs: DefaultLogsSpecs, spare: set[int], hosts: SeveralHosts | None
     ) -> None:
-        super().__init__(spec, logs_specs, log_line_prefix_template="[rank ${rank}] ")
+        super().__init__(
+            spec, logs_specs, exit_barrier_timeout=_OTHERS_END_S, log_line_prefix_template="[rank ${rank}] "
+        )
         self._spare, self._hosts = spare, hosts
         self._failures: Mapping[int, ProcessFailure] = {}
         self._noted: set[int] = set()  # ranks whose ends are in the store
@@ -97,7 +101,7 @@ class WorkerAgent(LocalElasticAgent):
         trouble = self._hosts.look(RUNS if runs else DONE)
         if trouble is None:
             return None if runs or self._hosts.states() <= {DONE, LEFT} else RunResult(WorkerState.HEALTHY)
-        print(f"parallel3d: {trouble}", file=sys.stderr, flush=True)
+        logger.error("parallel3d: %s", trouble)
         self._shutdown()
         self._failures = {}
         if self._hosts.is_cut_off:
@@ -129,15 +133,18 @@ class WorkerAgent(LocalElasticAgent):
                 self._handlers()[verdict["rank"]].proc.wait(_LEAVING_S)
 
     def report(self) -> list[RankFailure]:
-        """Print the verdict unless a rank has, and return the failures of the workers that were started last.
+        """Print the verdict, unless a rank has, and what has failed. Return the failures of the workers that were started last.
 
         The root cause comes first.
         """
         verdict = self._verdict()
         if verdict is not None and not self._ask(lambda store: store.check([SAID_KEY])):
-            print(f"parallel3d: {verdict['line']}", file=sys.stderr)
+            logger.error("parallel3d: %s", verdict["line"])
         culprit = None if verdict is None else int(verdict["rank"])
-        return rank_failures(self._failures, self.failed_first, self.last_healthy, culprit)
+        failures = rank_failures(self._failures, self.failed_first, self.last_healthy, culprit)
+        if failures:
+            logger.error("%s", summary(failures))
+        return failures
 
     def status(self, failures: Sequence[RankFailure]) -> int:
         """Return the job's exit code: that of the first failure, or that of the rank at fault on another host."""
@@ -163,10 +170,11 @@ class WorkerAgent(LocalElasticAgent):
         return cast(dict[int, Any], super()._start_workers(worker_group))
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        if failures := self.report():
-            print(summary(failures), file=sys.stderr)
+        self.report()
         most = worker_group.spec.max_restarts
-        print(f"parallel3d: restart {most - self._remaining_restarts} of {most}", file=sys.stderr, flush=True)
+        # A host that comes back restarts all too: torch's count leaves that out.
+        number = most - self._remaining_restarts if self._hosts is None else self._hosts.starts + 1
+        logger.warning("parallel3d: restart %d of %d", number, most)
         end_leftovers(self._spare)
         self._grace_s = GRACE_S  # for the workers to be started
         self._noted.clear()
@@ -201,9 +209,9 @@ def launch(options: LaunchOptions) -> int:
     """
     _set_environment(options)
     # The agent's own report of a failure stays off the terminal: the summary is shorter.
-    logger = logging.getLogger("torch.distributed.elastic")
-    logger.addHandler(logging.NullHandler())
-    logger.propagate = False
+    elastic = logging.getLogger("torch.distributed.elastic")
+    elastic.addHandler(logging.NullHandler())
+    elastic.propagate = False
     worker.print_lines()
     if os.environ.pop(LIFELINE, None):
         follow_input()
@@ -221,8 +229,8 @@ def _launch(options: LaunchOptions, before: set[int], remove_later: Callable[[st
         code = 128 + death.sigval
     except KeyboardInterrupt:  # before the agent handles the signals
         code = 128 + signal.SIGINT
-    except (ExecutionError, RendezvousError) as error:  # the hosts don't meet
-        print(f"parallel3d: {error or type(error).__name__}", file=sys.stderr)
+    except (ExecutionError, RendezvousError, DistError) as error:  # the hosts don't meet
+        logger.error("parallel3d: %s", str(error) or type(error).__name__)
     finally:
         if code != 0:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
@@ -244,7 +252,7 @@ def _run(options: LaunchOptions, spare: set[int], remove_later: Callable[[str], 
     arguments = [command, *options.first_arguments, *own]
     if not options.is_program:
         arguments = [worker.__file__, str(os.getpid()), *(["-m"] if options.is_module else []), *arguments]
-    hosts = None if options.node is None else SeveralHosts.of(options.node, may_shrink=options.max_restarts > 0)
+    hosts = None if options.node is None else SeveralHosts.of(options.node, options.max_restarts)
     spec = WorkerSpec(
         role="worker",
         local_world_size=options.num_workers,
@@ -267,12 +275,7 @@ def _run(options: LaunchOptions, spare: set[int], remove_later: Callable[[str], 
 
 def _run_agent(agent: WorkerAgent, hosts: SeveralHosts | None) -> int:
     """Run the agent to its end, say what has failed, and return the exit code."""
-    code = 0
-    if agent.run().is_failed():
-        failures = agent.report()
-        if failures:
-            print(summary(failures), file=sys.stderr, flush=True)
-        code = agent.status(failures)
+    code = agent.status(agent.report()) if agent.run().is_failed() else 0
     if hosts is not None and not hosts.is_cut_off:
         hosts.leave(FAILED if code else LEFT)
     return code

@@ -23,7 +23,7 @@ _USAGE = """%(prog)s [options] script [args ...]
 _DESCRIPTION = """Run a Python script once per rank, on this host or those of a hostfile. Each process finds RANK, LOCAL_RANK,
 WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment. With neither --num_gpus nor --num_procs nor a
 hostfile: one process per visible CUDA device, or a single CPU process where there is none. N may be a layout: pp2,tp2,dp2 are
-8 processes. If OMP_NUM_THREADS is not set, the cores are divided among the processes."""
+8 processes, divided among the hosts. If OMP_NUM_THREADS is not set, the cores are divided among the processes."""
 
 _EPILOG = f"""The exit code is that of the rank that failed first, 128 + N when signal N ended it or the launcher. When
 a rank fails, or on Ctrl-C, the others are asked to end and killed after {GRACE_S} seconds."""
@@ -36,6 +36,10 @@ _REFUSED = {
     "min_elastic_nodes": _ELASTIC,
     "max_elastic_nodes": _ELASTIC,
 }
+
+
+class WorldSize(int):
+    """Number of processes of all hosts together, as a layout has it."""
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "parallel3d") -> int:
@@ -200,7 +204,7 @@ def _processes(text: str) -> int:
     if not text[:1].isalpha():
         return _integer(text, "a number of processes", 1)
     try:
-        return parse_layout(text).world_size
+        return WorldSize(parse_layout(text).world_size)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

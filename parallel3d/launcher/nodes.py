@@ -21,6 +21,8 @@ from parallel3d.comm.membership import TOKEN
 from parallel3d.errors import ConfigError
 from parallel3d.launcher.guard import LIFELINE
 from parallel3d.launcher.options import GRACE_S
+from parallel3d.launcher.processes import end_with_parent
+from parallel3d.logs import logger
 
 LOCAL = "localhost"
 ENVIRONMENT_FILES = (os.environ.get("DS_ENV_FILE", ".deepspeed_env"), ".parallel3d_env")
@@ -32,7 +34,9 @@ _LOST = 255
 """ssh's exit code when the connection is lost, or the command was killed by a signal."""
 
 _ALONE_S = 25.0  # until the others are ended when a host has failed; by then they have said why
-_LOOK_S = 0.2
+_LOOK_S, _ANSWER_S = 0.2, 5.0
+PORT = 29500
+"""DeepSpeed's port for the ranks to meet."""
 
 
 @dataclass
@@ -55,6 +59,7 @@ def launch_nodes(options: argparse.Namespace, hosts: Mapping[str, list[int]]) ->
 
     A host that is lost, by its connection or a signal, leaves the others to decide; they end, or go on by max_restarts.
     """
+    options.master_port = options.master_port or _free_port(next(iter(hosts)))
     if options.dry_run:
         for starter in starters(options, hosts, exports()):
             print(starter)
@@ -71,13 +76,16 @@ def launch_nodes(options: argparse.Namespace, hosts: Mapping[str, list[int]]) ->
                 stdin=subprocess.PIPE,
                 env=os.environ | starter.environment,
                 start_new_session=True,
+                preexec_fn=None if starter.script else end_with_parent,
             )
             started.append((starter, process))
             assert process.stdin is not None
             with suppress(BrokenPipeError):  # it has ended, and said why
                 process.stdin.write(starter.script.encode())
                 process.stdin.flush()
-        return _wait(started, options.max_restarts)
+        is_watched = len(hosts) > 1 and not started[0][0].script
+        meeting = (address_of(options, hosts), options.master_port) if is_watched else None
+        return _wait(started, options.max_restarts, meeting)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     finally:
@@ -128,8 +136,9 @@ def _node_command(options: argparse.Namespace, hosts: Mapping[str, list[int]]) -
         f"--include={slots}",
         f"--master_addr={address}",
     ]
-    command.append(f"--master_port={options.master_port or _free_port(next(iter(hosts)))}")
-    values = {"max_restarts": options.max_restarts, "num_procs": options.num_procs, "log_dir": options.log_dir}
+    command.append(f"--master_port={options.master_port or PORT}")
+    each = len(next(iter(hosts.values()))) if options.num_procs else None  # a layout's, divided among the hosts
+    values = {"max_restarts": options.max_restarts, "num_procs": each, "log_dir": options.log_dir}
     if options.bind_core_list:
         values["bind_core_list"] = ",".join(map(str, options.bind_core_list))
     command += [f"--{name}={value}" for name, value in values.items() if value]
@@ -142,6 +151,7 @@ def _by_manager(launcher: str, hosts: list[str], variables: Mapping[str, str]) -
     number = str(len(hosts))
     if launcher == "slurm":
         command = ["srun", "--nodes", number, "--ntasks", number, "--ntasks-per-node", "1", "--export=ALL"]
+        command += ["--no-kill", "--kill-on-bad-exit=0"]  # a host that is lost, or fails, leaves the others to decide
         return [*command, "--cpu-bind=none", *([] if hosts == [LOCAL] else ["--nodelist", ",".join(hosts)])]
     if launcher == "openmpi":
         command = ["mpirun", "-n", number, "--host", ",".join(f"{host}:1" for host in hosts), "--bind-to", "none"]
@@ -162,15 +172,20 @@ def address_of(options: argparse.Namespace, hosts: Mapping[str, list[int]]) -> s
 def _free_port(host: str) -> int:
     """Return a free port, so that two jobs don't collide, or DeepSpeed's if the host is another one."""
     if not is_local(host):
-        return 29500
+        return PORT
     with socket.socket() as free:
         free.bind(("", 0))
         port: int = free.getsockname()[1]
         return port
 
 
-def _wait(started: Sequence[tuple[Starter, subprocess.Popen[bytes]]], max_restarts: int) -> int:
-    """Wait for the hosts' ends, and return the job's exit code."""
+def _wait(
+    started: Sequence[tuple[Starter, subprocess.Popen[bytes]]], max_restarts: int, meeting: tuple[str, int] | None
+) -> int:
+    """Wait for the hosts' ends, and return the job's exit code.
+
+    meeting: address and port of the first host's store, if the end of that host's launcher is the job's.
+    """
     codes: dict[str, int] = {}
     failed, end = [], float("inf")
     while len(codes) < len(started) and time.monotonic() < end:
@@ -179,13 +194,17 @@ def _wait(started: Sequence[tuple[Starter, subprocess.Popen[bytes]]], max_restar
             if code is None or starter.hosts in codes:
                 continue
             codes[starter.hosts] = code
-            is_lost = code == _LOST or code < 0
+            is_lost = bool(starter.script) and (code == _LOST or code < 0)
             if is_lost:
-                print(f"parallel3d: {starter.hosts} is lost ({starter.command[0]}: exit code {code})", file=sys.stderr)
+                logger.error("parallel3d: %s is lost (%s: exit code %d)", starter.hosts, starter.command[0], code)
             elif code:
-                failed.append(code)
+                failed.append(code if code > 0 else 128 - code)
             if code and not (is_lost and max_restarts):
                 end = min(end, time.monotonic() + _ALONE_S)
+        if meeting is not None:  # mpirun and srun wait long for a host that is cut off, whose job has ended
+            with suppress(OSError):
+                socket.create_connection(meeting, timeout=_ANSWER_S).close()
+                end = time.monotonic() + _ALONE_S
         time.sleep(_LOOK_S)
     if not failed and len(codes) == len(started) and 0 in codes.values():
         return 0

@@ -11,13 +11,22 @@ from collections.abc import Set
 from contextlib import suppress
 from pathlib import Path
 
-_PR_SET_CHILD_SUBREAPER = 36
+from parallel3d.logs import logger
+
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def adopt_orphans() -> None:
     """Make this process the parent of each descendant whose own parent dies, so that `children` finds it."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_with_parent() -> None:
+    """Have the kernel send SIGTERM to this process when its parent ends, also if that is killed."""
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
 
 def children() -> set[int]:
@@ -54,5 +63,4 @@ def end_leftovers(spare: Set[int], timeout_s: float = 5.0) -> None:
                 os.waitpid(pid, os.WNOHANG)
         time.sleep(0.01)
     if left:
-        reason = "these processes can't be killed (they are blocked in the kernel)"
-        print(f"parallel3d: {reason}: {sorted(left)}", file=sys.stderr)
+        logger.warning("parallel3d: these processes can't be killed (they are blocked in the kernel): %s", sorted(left))

@@ -6,13 +6,19 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from threading import Thread
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    dynamic_rendezvous,
+)
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
@@ -27,9 +33,13 @@ _BACKLOG = 4096
 _JOB = "parallel3d"
 _JOIN_S = 600.0  # until a host that has not come is an error
 _LAST_CALL_S = 5.0  # until a restart goes on without hosts that have not come
+_BEGIN_S = 15.0  # until a host that has come to a start, and says nothing more, is lost
 _ANSWER = timedelta(seconds=5)
 _LOOK_S, _LOST_S = 1.0, 10.0  # between two signs of life, and until a host without is lost
 _LEAVE_S, _REST_S = 5.0, 2.0
+
+# For each event, which goes nowhere, torch walks the stack and all modules: a processor's second for each start.
+dynamic_rendezvous.get_method_name = str
 
 RUNS, DONE, FAILED, LEFT = "runs", "done", "failed", "left"
 """States of a host in the store: its ranks run, have ended well or have failed for good; it has read that all are done."""
@@ -66,13 +76,14 @@ class SeveralHosts(DynamicRendezvousHandler):
     _kept: SeveralHosts
     _connect: Callable[..., TCPStore]
     _jobs: TCPStore
-    _may_shrink: bool
+    _max_restarts: int
 
     @classmethod
-    def of(cls, node: Node, may_shrink: bool) -> SeveralHosts:
-        """Return the rendezvous of a host. may_shrink: whether a restart may go on without hosts that are lost.
+    def of(cls, node: Node, max_restarts: int) -> SeveralHosts:
+        """Return the rendezvous of a host. With restarts, a start but the first may go on without hosts that are lost.
 
-        Raises ConfigError if the store can't listen, ExecutionError if it does not answer.
+        Raises ConfigError if the store can't listen, ExecutionError if it does not answer, hosts don't come, or their clocks
+        differ.
         """
         connect = partial(TCPStore, node.address, node.port, is_master=False, wait_for_workers=False)
         try:
@@ -96,8 +107,9 @@ class SeveralHosts(DynamicRendezvousHandler):
             keep_alive_interval=1,
             keep_alive_max_attempt=int(_LOST_S),
         )
-        self.node, self._may_shrink, self._connect, self._jobs = node, may_shrink, connect, store
+        self.node, self._max_restarts, self._connect, self._jobs = node, max_restarts, connect, store
         cls._kept = self  # its end would wait for its thread, which waits as long as TCP for a host that is cut off
+        store.set_timeout(timedelta(seconds=_BEGIN_S))
         self._gather()
         return self
 
@@ -107,28 +119,42 @@ class SeveralHosts(DynamicRendezvousHandler):
         return True
 
     def _gather(self) -> None:
-        """Wait until every host has come once: the first start is one of all. Raises ExecutionError that names the absent."""
-        self._jobs.set(f"came/{self.node.index}", "")
-        end = time.monotonic() + _JOIN_S
-        while missing := [host for k, host in enumerate(self.node.hosts) if not self._jobs.check([f"came/{k}"])]:
+        """Wait until every host has come once, and compare their clocks. Raises ExecutionError that names hosts."""
+        jobs, hosts = self._jobs, self.node.hosts
+        jobs.set(f"came/{self.node.index}", socket.gethostname())
+        came, end = [f"came/{k}" for k in range(len(hosts))], time.monotonic() + _JOIN_S
+        while not jobs.check(came):
             if time.monotonic() > end:
+                missing = [host for host, key in zip(hosts, came, strict=True) if not jobs.check([key])]
                 raise ExecutionError(
                     f"these hosts have not come within {_JOIN_S:g} s: {', '.join(missing)}; look what they print"
                 )
             time.sleep(0.1)
+        self._names = [name.decode() for name in jobs.multi_get(came)]
+        if jobs.add("starts", 0) == 0:  # all are here at this moment, and none comes back
+            jobs.set(f"clock/{self.node.index}", str(time.time()))
+            check_clocks(self._names, [float(jobs.get(f"clock/{k}")) for k in range(len(hosts))])
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return this host's place among those of the next start."""
-        if self._may_shrink and self._jobs.add("starts", 0) > 0:  # the first start is one of all hosts
-            object.__setattr__(self.settings, "min_nodes", 1)  # one object for all parts of torch's rendezvous
-        info = super().next_rendezvous()
+        """Return this host's place among those of the next start. Raises ExecutionError if none comes off."""
+        for attempt in range(1 + self._max_restarts):
+            if attempt or (
+                self._max_restarts and self._jobs.add("starts", 0) > 0
+            ):  # the first start is one of all hosts
+                object.__setattr__(self.settings, "min_nodes", 1)  # one object for all parts of torch's rendezvous
+            with suppress(DistError):  # a host was lost after it had joined
+                return self._begin(super().next_rendezvous())
+        raise ExecutionError(f"hosts that had joined did not begin within {_BEGIN_S:g} s; look what they print")
+
+    def _begin(self, info: RendezvousInfo) -> RendezvousInfo:
+        """Return the place in a start, at the address of its ranks' store, once all hosts of the start have come to it."""
         if info.rank == 0:
             info.store.set("starts", str(self._jobs.add("starts", 1) - 1))
         self.starts, self._place = int(info.store.get("starts")), info.rank
         self._keys = [f"life/{place}" for place in range(info.world_size)]
         store = self._of_start(self._jobs)
         if info.rank == 0:
-            address = self.node.address if self.node.index == 0 else self.node.hosts[self.node.index]
+            address = self.node.address if self.node.index == 0 else own_address(self.node.address)
             self._of_ranks = listen(0, address)
             store.set("ranks", f"{address} {self._of_ranks.port}")
         address, port = store.get("ranks").decode().split()
@@ -156,7 +182,7 @@ class SeveralHosts(DynamicRendezvousHandler):
             if time.monotonic() - self._lives[self._place] < _LOST_S:
                 return None
             self.cut_off()
-            return f"host {self.node.hosts[0]}, which has the job's store, does not answer"
+            return f"host {self._names[0]}, which has the job's store, does not answer"
         self._looked = time.monotonic()
         for place, (sign, before) in enumerate(zip(signs, self._signs, strict=True)):
             if sign != before:
@@ -165,9 +191,9 @@ class SeveralHosts(DynamicRendezvousHandler):
         for place, sign in enumerate(signs):
             index, other, _ = sign.decode().split()
             if other == FAILED:
-                return f"the ranks of host {self.node.hosts[int(index)]} have failed"
+                return f"the ranks of host {self._names[int(index)]} have failed"
             if other == RUNS and self._looked - self._lives[place] > _LOST_S:
-                return f"host {self.node.hosts[int(index)]} is lost: no sign of life for {_LOST_S:g} s"
+                return f"host {self._names[int(index)]} is lost: no sign of life for {_LOST_S:g} s"
         return None
 
     def num_nodes_waiting(self) -> int:
@@ -204,6 +230,24 @@ class SeveralHosts(DynamicRendezvousHandler):
 
     def _of_start(self, store: Store) -> PrefixStore:
         return PrefixStore(f"{_JOB}/{self.starts}", store)
+
+
+def check_clocks(hosts: Sequence[str], clocks: Sequence[float]) -> None:
+    """Raise ExecutionError if hosts' times, in seconds and told at one moment, differ: torch's rendezvous compares them."""
+    ahead, (first, last) = max(clocks) - min(clocks), [hosts[clocks.index(end(clocks))] for end in (min, max)]
+    if ahead > _LAST_CALL_S:
+        raise ExecutionError(
+            f"the clock of {last} is {ahead:.0f} s ahead of that of {first}: hosts whose clocks differ by more than "
+            f"{_LAST_CALL_S:g} s take each other for lost; set them by NTP"
+        )
+
+
+def own_address(other: str) -> str:
+    """Return the address by which this host reaches another one."""
+    with socket.socket(type=socket.SOCK_DGRAM) as unsent:
+        unsent.connect((other, 1))
+        address: str = unsent.getsockname()[0]
+        return address
 
 
 def listen(port: int, address: str = ADDRESS) -> TCPStore:

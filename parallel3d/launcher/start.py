@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import shlex
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,19 +14,17 @@ import torch
 
 from parallel3d.errors import ConfigError
 from parallel3d.launcher.agent import launch
-from parallel3d.launcher.cli import refuse
+from parallel3d.launcher.cli import WorldSize, refuse
 from parallel3d.launcher.hosts import parse_hostfile, parse_named, parse_resource_filter, read_ranks
-from parallel3d.launcher.nodes import LOCAL, address_of, is_local, launch_nodes
+from parallel3d.launcher.nodes import LOCAL, PORT, address_of, is_local, launch_nodes
 from parallel3d.launcher.options import LaunchOptions, Node
-
-PORT = 29500
-"""DeepSpeed's port for the ranks to meet."""
+from parallel3d.logs import logger
 
 
 def start(options: argparse.Namespace) -> int:
     """Run the command to its end and return the job's exit code. Raises ConfigError if it can't be carried out."""
     refuse(options)
-    logging.getLogger("parallel3d").setLevel("ERROR" if options.quiet else options.log_level.upper())
+    logger.setLevel("ERROR" if options.quiet else options.log_level.upper())
     devices = torch.cuda.device_count()
     hosts = choose_hosts(options, devices)
     first = next(iter(hosts))
@@ -77,10 +73,16 @@ def choose_hosts(options: argparse.Namespace, devices: int) -> dict[str, list[in
             f"--num_nodes is {options.num_nodes}, but hosts are {', '.join(found)}; name a --hostfile with all"
         )
     hosts = dict(list(parse_resource_filter(found, options.include, options.exclude).items())[: options.num_nodes])
-    if each := options.num_procs or options.num_gpus:
-        hosts = {host: list(range(each)) for host in hosts}
     if not hosts:
         raise ConfigError(f"--exclude {options.exclude} leaves no device; name fewer")
+    if each := options.num_procs or options.num_gpus:
+        if isinstance(each, WorldSize):
+            if each % len(hosts):
+                raise ConfigError(
+                    f"the {each} ranks of a layout can't be divided among {len(hosts)} hosts; choose by --num_nodes"
+                )
+            each //= len(hosts)
+        hosts = {host: list(range(each)) for host in hosts}
     return hosts
 
 
@@ -91,7 +93,7 @@ def _launch_here(options: argparse.Namespace, slots: list[int], devices: int, no
         names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(devices)))).split(",")
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[slot] for slot in slots)
     elif options.num_procs is None and len(slots) > 1:
-        print(f"{options.prog}: there is no CUDA device; the number of CPU processes is {len(slots)}", file=sys.stderr)
+        logger.warning("%s: there is no CUDA device; the number of CPU processes is %d", options.prog, len(slots))
     if options.bind_core_list:
         os.sched_setaffinity(0, options.bind_core_list)
     return launch(launched)

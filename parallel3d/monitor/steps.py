@@ -110,19 +110,21 @@ class StepRecorder:
 
 
 def clock_offset(control: Group, now: Callable[[], float] = time.monotonic) -> float:
-    """Return seconds to add to this rank's `now()` to get that of the group's first rank; 0 on one host. Collective.
+    """Return seconds to add to this rank's `now()` to get that of the group's first rank; 0 on its host. Collective.
 
     Hosts' clocks start anywhere. No rank leaves an exchange before all have entered it, which bounds the difference from both
     sides; the error is at most the time that the fastest of several exchanges takes.
     """
-    if len(set(all_gather_object(socket.gethostname(), control))) == 1:
+    hosts = all_gather_object(socket.gethostname(), control)
+    if len(set(hosts)) == 1:
         return 0.0
     rounds = []
     for _ in range(_CLOCK_ROUNDS):
         entered = now()
         all_gather_integers([0], control)
         rounds.append((entered, now()))
-    return offset_between(rounds, all_gather_object(rounds, control)[0])
+    offsets = all_gather_object(offset_between(rounds, all_gather_object(rounds, control)[0]), control)
+    return offsets[hosts.index(hosts[control.index])]  # one for all ranks of a host, whose clock is one
 
 
 def offset_between(mine: Sequence[tuple[float, float]], theirs: Sequence[tuple[float, float]]) -> float:

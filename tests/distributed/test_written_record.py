@@ -6,6 +6,8 @@ import base64
 import gzip
 import json
 import re
+import socket
+import time
 import warnings
 import zlib
 from contextlib import ExitStack
@@ -25,6 +27,7 @@ from parallel3d.comm import get_rank
 from parallel3d.config.layout import parse_layout
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import RunRecord, read_run_record
+from parallel3d.monitor.traces import merge_traces
 from parallel3d.planner.report.run import read_run, run_page
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op
 from parallel3d.schedule.timing import simulate
@@ -232,22 +235,38 @@ def test_steps_by_calls_are_recorded_too(run_ranks, tmp_path: Path):
     assert (record.layout, record.seq) == ("dp2,1f1b,m2,mb2", None)
 
 
-def traced(directory: str) -> None:
+AHEAD_S = 1000
+
+
+def traced(directory: str, elsewhere: str) -> None:
+    """Two traces; in the second, rank 1 is on another host, whose clock is ahead."""
     engine = make_engine(
         toy.model(tied=False),
         accumulation=2,
         pipeline={"stages": 2},
         run_record={"directory": directory},
     )
-    data = own_iterator(engine, [toy.micro_batch(g) for g in range(2 * 3)])
+    data = own_iterator(engine, [toy.micro_batch(g) for g in range(2 * 5)])
     engine.train_batch(data)
     engine.profile(2, memory=True)
     for _ in range(2):
         engine.train_batch(data)
+    now, file = time.time, Path(elsewhere, "trace-1.json.gz")
+    with pytest.MonkeyPatch.context() as patch:
+        if get_rank() == 1:
+            patch.setattr(socket, "gethostname", lambda: "elsewhere")
+            patch.setattr(time, "time", lambda: now() + AHEAD_S)
+        engine.profile(2, elsewhere)
+    for _ in range(2):
+        engine.train_batch(data)
+    if get_rank() == 1:
+        trace = json.loads(gzip.decompress(file.read_bytes()))
+        trace["baseTimeNanoseconds"] += AHEAD_S * 10**9
+        file.write_bytes(gzip.compress(json.dumps(trace).encode()))
 
 
 def test_the_ranks_traces_are_one_on_one_clock(run_ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    run_ranks(2, traced, str(tmp_path))
+    run_ranks(2, traced, str(tmp_path), str(tmp_path / "elsewhere"))
     assert main(["trace", str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith(f"{tmp_path}/trace.json.gz: 2 ranks; ")
     with gzip.open(tmp_path / "trace.json.gz", "rt") as file:
@@ -269,6 +288,10 @@ def test_the_ranks_traces_are_one_on_one_clock(run_ranks, tmp_path: Path, capsys
     flows = [(e["id"], e["pid"]) for e in events if e.get("ph") in ("s", "f")]
     assert len({number for number, _ in flows}) == len(set(flows))
     assert any(event["name"] == "[memory]" for event in events)
+    merge_traces(tmp_path / "elsewhere", tmp_path / "elsewhere.json.gz")
+    with gzip.open(tmp_path / "elsewhere.json.gz", "rt") as file:
+        times = [e["ts"] for e in json.load(file)["traceEvents"] if e.get("cat") == "user_annotation"]
+    assert max(times) - min(times) < 1e6 * AHEAD_S / 2
 
 
 def test_a_trace_that_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

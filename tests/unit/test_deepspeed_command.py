@@ -30,6 +30,7 @@ REPO = Path(__file__).parents[2]
         ("--num_gpus 1 -i localhost s.py", "don't go with --include or --exclude localhost"),
         ("--num_nodes 2 s.py", "--num_nodes is 2, but hosts are localhost; name a --hostfile"),
         ("-e localhost s.py", "leaves no device"),
+        ("-H hosts --num_procs pp3 s.py", "the 3 ranks of a layout can't be divided among 2 hosts"),
         ("--no_ssh --node_rank 3 s.py", "nodes are 0 to 0"),
         ("--max_elastic_nodes 2 s.py", "--max_elastic_nodes is not supported; --max_restarts goes on with fewer hosts"),
         ("--launcher mvapich s.py", r"--launcher mvapich is not supported; drop it.*MVAPICH take mpich's options"),
@@ -109,7 +110,8 @@ def test_what_mpirun_and_srun_start(
     expected = {
         "openmpi": "A='4 (x2)' B=1 mpirun -n 2 --host b:1,a:1 --bind-to none -x A -x B",
         "mpich": "A='4 (x2)' B=1 mpirun -n 2 -ppn 1 -hosts b,a -genvlist A,B",
-        "slurm": "A='4 (x2)' B=1 srun --nodes 2 --ntasks 2 --ntasks-per-node 1 --export=ALL --cpu-bind=none --nodelist b,a",
+        "slurm": "A='4 (x2)' B=1 srun --nodes 2 --ntasks 2 --ntasks-per-node 1 --export=ALL --no-kill --kill-on-bad-exit=0"
+        " --cpu-bind=none --nodelist b,a",
     }
     options = "--ranks ranks.json --dry_run --max_restarts 2 --no_local_rank --bind_core_list 0,2-3 --launcher_args"
     for launcher, start in expected.items():

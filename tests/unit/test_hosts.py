@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel3d.errors import ConfigError
+from parallel3d.errors import ConfigError, ExecutionError
 from parallel3d.launcher import deepspeed
 from parallel3d.launcher.hosts import parse_hostfile, parse_named, parse_range_list, parse_resource_filter
 from parallel3d.launcher.nodes import starters
+from parallel3d.launcher.rendezvous import check_clocks
 
 NAMES = st.from_regex(r"[a-z0-9][a-z0-9._-]{0,8}", fullmatch=True)
 HOSTS = st.dictionaries(NAMES, st.integers(1, 5), min_size=1, max_size=5)
@@ -102,6 +103,12 @@ def test_no_host_is_more_than_a_name(text: str):
         except ConfigError:
             continue
         assert all(shlex.quote(host) == host and re.match(r"\w", host, re.ASCII) for host in hosts)
+
+
+def test_hosts_whose_clocks_differ_are_named():
+    check_clocks("abc", [100.0, 104.9, 100.5])
+    with pytest.raises(ExecutionError, match=r"the clock of b is 34 s ahead of that of c: .* set them by NTP"):
+        check_clocks("abc", [101.0, 134.2, 100.0])
 
 
 VALUES = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20) | st.just("'; touch x; '")
