@@ -218,7 +218,7 @@ def listed(found: Sequence[StepPrediction], num_best: int) -> list[StepPredictio
 class BranchAndBound:
     """Search for the shortest step of a space, over whole and half blocks alike.
 
-    Bounds are found for all layouts at once. In their order, each layout gets nearer bounds of its own, and those that could
+    Bounds are found for all layouts at once. In their order, each layout gets a nearer bound of its own, and those that could
     still be the best are predicted.
 
     num_best: candidates that are to be listed; capacity: bytes of the largest device, and host_capacity: of a host's memory for
@@ -234,7 +234,7 @@ class BranchAndBound:
         self.evaluated: dict[Layout, StepPrediction | OutOfMemory] = {}
         self._roomy: set[Layout] = set()
         self._layout = cache(space.layout)
-        self._bounds_of_one = cache(predictor.least_computing), cache(predictor.least)
+        self._least = cache(predictor.least)
 
     @property
     def least_shares(self) -> Floats:
@@ -276,10 +276,10 @@ class BranchAndBound:
         """
         best = min((c.rank[1] for c in self.fitting), default=np.inf)
         fitting, limit = {c.layout for c in self.fitting}, self._limit()
-        waiting = [(float(seconds[k]), n, k, 0) for n, k in enumerate(order.tolist())]
+        waiting = [(float(seconds[k]), n, k, False) for n, k in enumerate(order.tolist())]
         heapify(waiting)
         while waiting and (waiting[0][0] < best or len(fitting) < self._num_best):
-            _, n, k, number = heappop(waiting)
+            _, n, k, is_near = heappop(waiting)
             if passing[k] > limit:
                 continue
             layout = self._layout(k)
@@ -287,8 +287,8 @@ class BranchAndBound:
                 continue
             if _with_whole_weights(layout) in fitting:
                 continue
-            if number < len(self._bounds_of_one):
-                heappush(waiting, (self._near_bound(layout, number), n, k, number + 1))
+            if not is_near:
+                heappush(waiting, (self._near_bound(layout), n, k, True))
                 continue
             candidate = self._evaluate(layout, best)
             if candidate.fits:
@@ -319,15 +319,10 @@ class BranchAndBound:
                 if self._evaluate(layout).fits:
                     break
 
-    def _near_bound(self, layout: Layout, number: int = 1) -> float:
-        """Return one of the predictor's bounds: 0 for that of computing, the same for all ZeRO stages, 1 for the nearest.
-
-        They are the same however many layers are recomputed together, and for ZeRO-2 and 3.
-        """
+    def _near_bound(self, layout: Layout) -> float:
+        """Return the predictor's bound, the same however many layers are recomputed together, and for ZeRO-2 and 3."""
         key = _with_whole_weights(layout).model_copy(update={"recompute": min(1, layout.recompute)})
-        if number == 0:
-            key = key.model_copy(update={"zero": 0})
-        return self._bounds_of_one[number](key) / (WORTH_HALVES if layout.units else 1.0)
+        return self._least(key) / (WORTH_HALVES if layout.units else 1.0)
 
     def _evaluate(self, layout: Layout, best: float = np.inf) -> StepPrediction | OutOfMemory:
         """Predict a layout, see `evaluate`, unless it can't fit."""

@@ -193,7 +193,7 @@ def test_no_prediction_is_below_its_bounds(idle: float) -> None:
     for k in range(0, len(search.space), 19):
         outlook = planner.predictor.predict(search.space.layout(k))
         assert outlook.seconds >= max(search.bounds.seconds[k], search.bounds.passing[k])
-        assert outlook.seconds >= 0.99 * planner.predictor.least_computing(search.space.layout(k))
+        assert outlook.seconds >= 0.99 * planner.predictor.least(search.space.layout(k))
         memory = outlook.memory
         assert max(stage.allocated for stage in memory) >= search.bounds.bytes[k]
 
