@@ -50,10 +50,6 @@ def run(options: argparse.Namespace) -> int:
     """Plan, or measure or compare alone; return 1 if nothing fits."""
     console = Console()
     console = console if console.is_terminal else Console(width=140)
-    if not 0.0 <= options.reserve < 1.0:
-        raise ConfigError(
-            f"--reserve is {options.reserve:.0%}; give a share of each device's memory, 0% to less than 100%"
-        )
     cluster = _cluster(options)
     if options.model is None:
         if options.measure is None:
@@ -173,7 +169,7 @@ def _write(result: PlanResult, directory: Path) -> list[Path]:
     """Write the report and, where a layout fits, its configuration and places; an earlier plan's are replaced or removed."""
     contents = {"config.json": result.config, "ranks.json": [place.model_dump() for place in result.map]}
     texts = {name: json.dumps(content, indent=2) + "\n" for name, content in contents.items()}
-    scripts = launch_scripts(result, str(directory.resolve() / "config.json"))
+    scripts = launch_scripts(result, directory.resolve())
     try:
         written = [*write_report(result, directory)]
         for name in (*texts, *SCRIPTS):

@@ -245,13 +245,18 @@ def place(network: Network, shape: Grid, traffic: Traffic) -> tuple[int, ...]:
     order = np.argsort(np.where(seconds <= _SAME * seconds.min(), seconds.min(), seconds), kind="stable")
     # More than one start if that costs little: the descent in small clusters ends where no exchange of two improves.
     chosen = order[: _STARTS if gpus <= _SMALL else 1]
-    descents = [_descend(network, shape, traffic, starts[start], _TRIED // len(chosen)) for start in chosen]
+    tried = _TRIED // len(chosen)
+    descents = [_descend(network, shape, traffic, starts[k], float(seconds[k]), tried) for k in chosen]
     return tuple(min(descents, key=lambda descent: descent[1])[0].tolist())
 
 
-def _descend(network: Network, shape: Grid, traffic: Traffic, placed: Integers, ranks: int) -> tuple[Integers, float]:
-    """Make the best exchange as long as one helps and all trials together have at most `ranks` ranks."""
-    seconds = float(step_seconds(network, shape, traffic, placed[None])[0])
+def _descend(
+    network: Network, shape: Grid, traffic: Traffic, placed: Integers, seconds: float, ranks: int
+) -> tuple[Integers, float]:
+    """Make the best exchange as long as one helps and all trials together have at most `ranks` ranks.
+
+    seconds: of the arrangement that is given.
+    """
     budget = ranks // placed.size
     while budget > 0:
         trials = exchanges(network, shape, placed, budget)

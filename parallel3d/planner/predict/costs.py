@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import starmap
 
 import numpy as np
@@ -96,11 +96,6 @@ class SplitLayout:
         return self.policies[0]
 
     @property
-    def _wire_bytes(self) -> int:
-        """Bytes of an element of gradients on links: they travel as they are accumulated."""
-        return (self.policy.communication_dtype or self.policy.accumulator_dtype(torch.float32)).itemsize
-
-    @property
     def _weight_bytes(self) -> int:
         return (self.policy.weight_dtype or torch.float32).itemsize
 
@@ -117,7 +112,7 @@ class SplitLayout:
 
         @cache
         def of_chunk(numel: int) -> Reductions:
-            reduced = Collective(self._reduce_kind, self._wire_bytes * numel), times
+            reduced = Collective(self._reduce_kind, wire_bytes(self.policy) * numel), times
             gathered = Collective("all_gather", self._weight_bytes * numel), 1.0
             return (reduced,) if self.policy.stage == 0 else (reduced, gathered)
 
@@ -129,17 +124,8 @@ class SplitLayout:
 
         The first row is slower compute beside the collectives, the second adding up the part that the rank keeps.
         """
-        if not self.policy.reduce_per_micro_batch or self.layout.replicas == 1:
-            return np.zeros((2, len(self.placement)))
-        links, wire, itemsize = self.links, self._wire_bytes, self.policy.accumulator_dtype(torch.float32).itemsize
-
-        @cache  # equal chunks on stages that are alike add the same
-        def added(numels: tuple[int, ...], links_of: int, devices_of: int) -> tuple[float, float]:
-            reduced = sum(links.over_replicas("reduce_scatter", wire * n, links_of) for n in numels)
-            # Read twice and written once, in the accumulators' dtype.
-            work = Work(moved=3 * itemsize * sum(numels) / self.layout.replicas)
-            return (links.overlap - 1.0) * reduced, max(compute_seconds(work, d) for d in links.devices[devices_of])
-
+        # Equal chunks on stages that are alike add the same.
+        added, links = cache(partial(reducing_seconds, self.policy, self.links)), self.links
         chunks = zip(self.buckets.of_chunk, self.placement, strict=True)
         return np.array([added(numels, links.like(s), links.first_alike[s]) for numels, s in chunks]).T
 
@@ -185,7 +171,7 @@ class SplitLayout:
 
     def cost(self) -> StepCost:
         """Return the seconds of each instruction."""
-        links, kind, wire, weight = self.links, self._reduce_kind, self._wire_bytes, self._weight_bytes
+        links, kind, wire, weight = self.links, self._reduce_kind, wire_bytes(self.policy), self._weight_bytes
         forward = self.times.compute[0].tolist()
         seconds: dict[tuple[Op, int, int | None], float] = {}
         for c, (stage, numels) in enumerate(zip(self.placement, self.buckets.of_chunk, strict=True)):
@@ -210,6 +196,28 @@ class SplitLayout:
             over_replicas = max(links.over_replicas(kind, wire * numel, stage) for stage in stages)
             seconds[Op.REDUCE_REPLICAS, owners[0], bucket] = over_replicas + links.over_stages(shard, tuple(stages))
         return StepCost(self.times, seconds)
+
+
+def wire_bytes(policy: ZeroPolicy) -> int:
+    """Return the bytes of an element of gradients on links: they travel as they are accumulated."""
+    return (policy.communication_dtype or policy.accumulator_dtype(torch.float32)).itemsize
+
+
+def reducing_seconds(
+    policy: ZeroPolicy, links: LayoutLinks, numels: Sequence[int], links_of: int, devices_of: int
+) -> tuple[float, float]:
+    """Return the seconds by which a backward that reduces buckets of these elements is longer; none if it reduces nothing.
+
+    The first number is slower compute beside the collectives, the second adding up the part that the rank keeps. links_of,
+    devices_of: stages, whose links and devices count.
+    """
+    replicas = links.shape[1]
+    if not policy.reduce_per_micro_batch or replicas == 1:
+        return 0.0, 0.0
+    reduced = sum(links.over_replicas("reduce_scatter", wire_bytes(policy) * n, links_of) for n in numels)
+    # Read twice and written once, in the accumulators' dtype.
+    work = Work(moved=3 * policy.accumulator_dtype(torch.float32).itemsize * sum(numels) / replicas)
+    return (links.overlap - 1.0) * reduced, max(compute_seconds(work, d) for d in links.devices[devices_of])
 
 
 def least_computing(layout: Layout, times: Times, placement: Sequence[int]) -> tuple[float, float]:

@@ -189,12 +189,6 @@ class Predictor:
         longest = max(computing, float(split.reduction_seconds().max()), float(host.max()))
         return longest + self.calibration.factors["optimizer"].value * split.optimizer_seconds()
 
-    def least_computing(self, layout: Layout) -> float:
-        """Return a lower bound that is found faster: of the stages' computing, without reductions of gradients beside it."""
-        placement = placement_of(layout.placement, layout.stages, layout.chunks)
-        _, times = self._chunks(layout, self.links(layout, exactly=False), placement, exactly=False)
-        return self.cooled(*least_computing(layout, times, placement))
-
     def cooled(self, seconds: _Seconds, computing: _Seconds) -> _Seconds:
         """Return `seconds` of devices that compute during `computing` of them and idle else (see Calibration.idle)."""
         return seconds - self.calibration.idle.value * (seconds - computing)

@@ -80,7 +80,7 @@ def html_page(result: PlanResult) -> str:
         topology=topology_chart(links, ranked[0].seconds) if links and ranked else None,
         links=links[:_MOST_LINKS],
         config=_indented(result.config),
-        scripts=launch_scripts(result, "config.json"),
+        scripts=launch_scripts(result, Path()),
         data=packed({"details": details, "timelines": drawn}),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from heapq import heapify, heappop, heappush
 from itertools import islice
 from math import inf
@@ -15,11 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from parallel3d.config.layout import Layout
-from parallel3d.costs.work import Collective, Work
+from parallel3d.costs.work import Work
 from parallel3d.errors import PartitionError
-from parallel3d.planner.network.links import Network
 from parallel3d.planner.network.placement import Grid
-from parallel3d.planner.predict.costs import WORTH_HALVES, StepPrediction, fullness_of
+from parallel3d.planner.predict.costs import WORTH_HALVES, StepPrediction, fullness_of, reducing_seconds
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.predict.timing import Floats, Integers, compute_seconds, layer_times
 from parallel3d.planner.search.result import StageMemory
@@ -37,7 +36,6 @@ _QUICK = 512  # stages x stages x chunks of an alternative: its program is made 
 _SLACK = 0.99
 # The stage with most micro-batches in flight may hold fewer activations of each than the mean stage does.
 _EVEN = 0.8
-_GROUPS = 32  # tensor-parallel groups that are compared
 # Share of a device's memory up to which a split is searched that makes the layout fit; with more chunks of all stages, or
 # more ranks, the search would be too slow.
 _NEARLY, _MOST_CHUNKS, _MOST_RANKS = 1.4, 16, 64
@@ -102,8 +100,9 @@ def evaluate(
 class Bounds:
     """Lower bounds of every layout of a space.
 
-    - seconds: of a step whose layers are spread evenly over all ranks, on the fastest device and the best links, with the
-      filling and draining of its pipeline; infinite if the model can't be split over this number of tensor-parallel ranks.
+    - seconds: of a step whose layers are spread as evenly as their number allows, on the fastest device, with the filling and
+      draining of its pipeline and reductions in every micro-batch; infinite if the model can't be split over this number of
+      tensor-parallel ranks.
     - passing: of a step in which a micro-batch passes all chunks forward and back. It is the last one or the first one on the
       slowest chunk, whose forwards or backwards of all others come before or after it.
     - bytes: of the fullest rank, with state and activations in flight spread evenly, and the allocator's gaps; host: of what it
@@ -116,7 +115,6 @@ class Bounds:
         devices = {gpu.device for gpu in predictor.network.cluster.gpus}
         fastest = min(devices, key=lambda device: compute_seconds(Work(1e15, 1e14, 1e12), device))
         self._device = replace(fastest, host_seconds=min(device.host_seconds for device in devices))
-        self._fastest = cache(partial(_fastest_exchange, predictor.network))
         self.why_not_sharded: dict[int, str] = {}
         (self.seconds, self.passing), found = self._bound_seconds(space), np.zeros((2, len(space)))
         possible = np.isfinite(self.seconds)
@@ -124,9 +122,10 @@ class Bounds:
         self.bytes, self.host = found
 
     def _bound_seconds(self, space: Space) -> Floats:
-        found = np.full((2, len(space)), np.inf)
         predictor, num_chunks, whole = self._predictor, space.chunks, space.whole_backwards
         sharding = space.tensor_ranks, space.sequence_parallel
+        # Of a micro-batch: filling, mean and longest stage, passing all chunks, and the host's calls.
+        found = np.full((5, len(space)), np.inf)
         full = (space.recompute > 0) & (space.policy == 0)  # other policies take at least as long as none
         for chosen in _groups(*sharding, full, space.micro_batch, space.halves, whole):
             layout, is_whole = space.layout(chosen[0]), bool(whole[chosen[0]])
@@ -138,18 +137,41 @@ class Bounds:
             except PartitionError as error:
                 self.why_not_sharded.setdefault(layout.tensor_ranks, str(error))
                 continue
-            seconds_of = partial(self._fastest, layout.tensor_ranks)
-            times = layer_times(layers, self._device, seconds_of, layout.micro_batch, splits=not is_whole)
+            links = predictor.links(layout, exactly=False)
+            sent = links.over_tensor_ranks, layout.micro_batch, links.overlap
+            times = layer_times(layers, self._device, *sent, splits=not is_whole)
             p, m, chunks = space.stages[chosen], space.micro_batches[chosen], num_chunks[chosen]
             # The last rank starts p - 1 chunks' forwards late. If backwards are whole, the first one ends as many late.
             late = times.total.sum() if is_whole else times.compute[0].sum()
-            computing = m * times.total.sum() / p
-            longest = 0.0 if layout.units else times.total.max()
-            spread = np.maximum(computing + late * (p - 1) / (p * chunks), m * longest)
+            # Some stage has at least its share of the equal layers, rounded up.
+            each, number = np.unique(times.total, return_counts=True)
+            longest = 0.0 if layout.units else (each * np.ceil(number / p[:, None])).max(axis=1)
             forward, backward = times.compute[0].sum(), times.compute[1 : 3 if is_whole else 2].sum()
             passing = forward + backward + (m - 1) * max(forward, backward) / (p * chunks)
-            steps = predictor.cooled(np.array([spread, passing]), computing)
-            found[:, chosen] = _SLACK * predictor.least_factor * np.maximum(steps, m * times.host.sum() / p)
+            filling, mean = late * (p - 1) / (p * chunks), times.total.sum() / p
+            found[:, chosen] = np.broadcast_arrays(filling, mean, longest, passing, times.host.sum() / p)
+        possible = np.isfinite(found[0])
+        m, (filling, mean, longest, passing, host) = space.micro_batches[possible], found[:, possible]
+        computing = m * (mean + self._reducing(space.where(possible)))
+        spread = np.maximum(computing + filling, m * longest)
+        steps = np.maximum(predictor.cooled(np.array([spread, passing]), computing), m * host)
+        bounds = np.full((2, len(space)), np.inf)
+        bounds[:, possible] = _SLACK * predictor.least_factor * steps
+        return bounds
+
+    def _reducing(self, space: Space) -> Floats:
+        """Return at least the seconds by which reductions in every micro-batch make each of its backwards longer, [layouts]."""
+        predictor, found = self._predictor, np.zeros(len(space))
+        profile = predictor.profile()
+        for chosen in _groups(space.tensor_ranks, space.stages, space.replicas, space.zero):
+            layout = space.layout(chosen[0])
+            policy, links = profile.policy(layout.zero), predictor.links(layout, exactly=False)
+            (whole,) = profile.stage_parameters(layout.tensor_ranks, False, (0, len(profile.specs)), (0,), merged=True)
+            numels = tuple(info.parameter.numel() for info in whole)
+            stages = {(links.like(k), links.first_alike[k]) for k in range(layout.stages)}
+            found[chosen] = (
+                min(sum(reducing_seconds(policy, links, numels, *stage)) for stage in stages) / layout.stages
+            )
         return found
 
     def _bound_bytes(self, space: Space) -> Floats:
@@ -167,9 +189,7 @@ class Bounds:
                 policy = replace(policy, offload=replace(offload, ratio=1.0))
             state = predict_state(whole, policy, layout.replicas)
             found[0, chosen] = state.steady / space.stages[chosen]
-        in_flight = np.minimum(space.in_flight, space.micro_batches)
-        # Between the two parts of a backward the gradients of at least one chunk's weights are deferred.
-        late = ~space.whole_backwards / space.chunks
+        in_flight, late = np.minimum(space.in_flight, space.micro_batches), space.deferred
         for chosen in _groups(space.tensor_ranks, space.sequence_parallel, space.recompute, space.policy):
             one = space.layout(chosen[0]).model_copy(update={"micro_batch": 1, "units": None})
             stages, samples = space.stages[chosen], _EVEN * space.micro_batch[chosen]
@@ -188,13 +208,6 @@ def _groups(*columns: npt.NDArray[Any]) -> list[Integers]:
     return np.split(order, np.flatnonzero(np.diff(rows[order])) + 1) if len(rows) else []
 
 
-def _fastest_exchange(network: Network, tensor_ranks: int, collective: Collective) -> float:
-    """Return the seconds of a collective over the best placed of some tensor-parallel groups, alone on its links."""
-    groups = np.arange(len(network.cluster.gpus) // tensor_ranks * tensor_ranks).reshape(-1, 1, tensor_ranks)
-    some = groups[:: max(1, len(groups) // _GROUPS)]
-    return float(network.each(collective.kind, some, collective.nbytes).min())
-
-
 def listed(found: Sequence[StepPrediction], num_best: int) -> list[StepPrediction]:
     """Return the best candidates, more than a few of one shape only where there are too few others. found: the best first."""
     of_shape: Counter[Grid] = Counter()
@@ -208,7 +221,7 @@ def listed(found: Sequence[StepPrediction], num_best: int) -> list[StepPredictio
 class BranchAndBound:
     """Search for the shortest step of a space, over whole and half blocks alike.
 
-    Bounds are found for all layouts at once. In their order, each layout gets nearer bounds of its own, and those that could
+    Bounds are found for all layouts at once. In their order, each layout gets a nearer bound of its own, and those that could
     still be the best are predicted.
 
     num_best: candidates that are to be listed; capacity: bytes of the largest device, and host_capacity: of a host's memory for
@@ -224,7 +237,7 @@ class BranchAndBound:
         self.evaluated: dict[Layout, StepPrediction | OutOfMemory] = {}
         self._roomy: set[Layout] = set()
         self._layout = cache(space.layout)
-        self._bounds_of_one = cache(predictor.least_computing), cache(predictor.least)
+        self._least = cache(predictor.least)
 
     @property
     def least_shares(self) -> Floats:
@@ -266,10 +279,10 @@ class BranchAndBound:
         """
         best = min((c.rank[1] for c in self.fitting), default=np.inf)
         fitting, limit = {c.layout for c in self.fitting}, self._limit()
-        waiting = [(float(seconds[k]), n, k, 0) for n, k in enumerate(order.tolist())]
+        waiting = [(float(seconds[k]), n, k, False) for n, k in enumerate(order.tolist())]
         heapify(waiting)
         while waiting and (waiting[0][0] < best or len(fitting) < self._num_best):
-            _, n, k, number = heappop(waiting)
+            _, n, k, is_near = heappop(waiting)
             if passing[k] > limit:
                 continue
             layout = self._layout(k)
@@ -277,8 +290,8 @@ class BranchAndBound:
                 continue
             if _with_whole_weights(layout) in fitting:
                 continue
-            if number < len(self._bounds_of_one):
-                heappush(waiting, (self._near_bound(layout, number), n, k, number + 1))
+            if not is_near:
+                heappush(waiting, (self._near_bound(layout), n, k, True))
                 continue
             candidate = self._evaluate(layout, best)
             if candidate.fits:
@@ -309,15 +322,10 @@ class BranchAndBound:
                 if self._evaluate(layout).fits:
                     break
 
-    def _near_bound(self, layout: Layout, number: int = 1) -> float:
-        """Return one of the predictor's bounds: 0 for that of computing, the same for all ZeRO stages, 1 for the nearest.
-
-        They are the same however many layers are recomputed together, and for ZeRO-2 and 3.
-        """
+    def _near_bound(self, layout: Layout) -> float:
+        """Return the predictor's bound, the same however many layers are recomputed together, and for ZeRO-2 and 3."""
         key = _with_whole_weights(layout).model_copy(update={"recompute": min(1, layout.recompute)})
-        if number == 0:
-            key = key.model_copy(update={"zero": 0})
-        return self._bounds_of_one[number](key) / (WORTH_HALVES if layout.units else 1.0)
+        return self._least(key) / (WORTH_HALVES if layout.units else 1.0)
 
     def _evaluate(self, layout: Layout, best: float = np.inf) -> StepPrediction | OutOfMemory:
         """Predict a layout, see `evaluate`, unless it can't fit."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from records import timing
 
 from parallel3d.cli import main
 from parallel3d.config import load
+from parallel3d.launcher import main as launch
 from parallel3d.monitor.run_record import ModelFingerprint, RankRecord, RunRecord
 from parallel3d.planner.calibrate.calibration import read_calibration
 from parallel3d.planner.formats import duration
@@ -296,20 +298,21 @@ def test_overlapping_intervals_are_said_to_be_so(target, tmp_path, capsys) -> No
 
 
 @pytest.mark.parametrize(
-    ("cluster", "lines"),
+    ("cluster", "lines", "started"),
     [
-        ("2xH200", {"run.sh": 'exec parallel3d --num_gpus 2 "$@" --deepspeed_config'}),
-        ("2xcpu", {"run.sh": 'exec parallel3d --num_procs 2 "$@" --deepspeed_config'}),
+        ("2xH200", {"run.sh": 'exec parallel3d --num_gpus 2 "$@" --deepspeed_config'}, ["2 x train.py"]),
+        ("2xcpu", {"run.sh": 'exec parallel3d --num_procs 2 "$@" --deepspeed_config'}, ["2 x train.py"]),
         (
             "2x4xH200",
             {
-                "run.sh": "exec torchrun --nnodes 2 --nproc_per_node 4 --node_rank ${NODE_RANK:?",
+                "run.sh": "exec parallel3d --ranks '",
                 "run.sbatch": "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\n#SBATCH --gpus-per-node=4\n",
             },
+            [f" host{k} 'sh -s'" for k in range(2)] + ["--include=host0:0,1,2,3@host1:0,1,2,3"],
         ),
     ],
 )
-def test_a_plan_ends_in_something_to_run(cluster, lines, target, tmp_path, capsys) -> None:
+def test_a_plan_ends_in_something_to_run(cluster, lines, started, target, tmp_path, monkeypatch, capsys) -> None:
     out = tmp_path / "out of plan"
     command = ["plan", "--model", target, "--cluster", cluster, "--global-batch", "16", "--out", str(out), "--top", "1"]
     assert main(command) == 0
@@ -323,3 +326,11 @@ def test_a_plan_ends_in_something_to_run(cluster, lines, target, tmp_path, capsy
         assert (out / name).stat().st_mode & 0o111
         assert name in (out / "plan.html").read_text()
         subprocess.run(["sh", "-n", out / name], check=True)
+    (tmp_path / "parallel3d").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "parallel3d").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.chdir(tmp_path)
+    given = subprocess.run([out / "run.sh", "--dry_run", "train.py"], capture_output=True, text=True, check=True).stdout
+    assert launch(given.splitlines()) == 0
+    printed = capsys.readouterr().out
+    assert all(words in printed for words in started), printed

@@ -24,7 +24,9 @@ from parallel3d.planner.search.model import DEFAULTS, MODELS, PlannedModel, load
 from parallel3d.planner.search.plan import Planner, Question, possible_tensor_ranks
 from parallel3d.planner.search.result import PlanResult, Prediction
 from parallel3d.planner.search.search import BranchAndBound, evaluate, listed, out_of_memory
-from parallel3d.planner.search.space import VARIANTS, Space
+from parallel3d.planner.search.space import VARIANTS, Space, enumerate_space
+from parallel3d.schedule.builders import build
+from parallel3d.schedule.memory import ChunkBytes, bytes_in_flight
 
 GPU = {"device": "H200", "count": 4}
 
@@ -170,6 +172,20 @@ def test_what_is_refused_is_what_predictions_say_not_to_fit() -> None:
     assert refused
 
 
+@pytest.mark.parametrize("ranks", [3, 8])
+def test_some_stage_holds_and_defers_as_many_micro_batches_as_the_bounds_say(ranks: int) -> None:
+    space = enumerate_space(ranks, 32, 32, 0, [1])
+    space = space.where(~space.whole_backwards & (space.zero + space.recompute == 0) & (space.micro_batch % 3 != 1))
+    assert len(space)
+    for k in range(len(space)):
+        layout = space.layout(k)
+        program = build(layout.schedule, layout.stages, layout.micro_batches, layout.chunks, layout.placement)
+        for bound, one in ((space.in_flight, ChunkBytes(saved=1)), (space.deferred, ChunkBytes(deferred=1))):
+            chunks = dict.fromkeys(range(len(program.placement)), one)
+            most = max(max(bytes_in_flight(instructions, chunks)) for instructions in program.instructions)
+            assert min(bound[k], layout.micro_batches) * layout.chunks <= most, layout.text
+
+
 @pytest.mark.parametrize("idle", [0.0, 0.6])
 def test_no_prediction_is_below_its_bounds(idle: float) -> None:
     calibration = Calibration(idle=Factor(value=idle, low=idle, high=idle))
@@ -178,7 +194,7 @@ def test_no_prediction_is_below_its_bounds(idle: float) -> None:
     for k in range(0, len(search.space), 19):
         outlook = planner.predictor.predict(search.space.layout(k))
         assert outlook.seconds >= max(search.bounds.seconds[k], search.bounds.passing[k])
-        assert outlook.seconds >= 0.99 * planner.predictor.least_computing(search.space.layout(k))
+        assert outlook.seconds >= 0.99 * planner.predictor.least(search.space.layout(k))
         memory = outlook.memory
         assert max(stage.allocated for stage in memory) >= search.bounds.bytes[k]
 
