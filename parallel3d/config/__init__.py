@@ -8,6 +8,7 @@ from parallel3d.config.pipeline import (
     ActivationCheckpointingConfig,
     PipelineConfig,
     RecomputationPolicy,
+    SelectivePolicy,
     TensorParallelConfig,
 )
 from parallel3d.config.schema import (

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from parallel3d.config.pipeline import SCHEDULES, SELECTIVE
+from parallel3d.config.pipeline import SCHEDULES, SELECTIVE, SelectivePolicy
 from parallel3d.errors import ConfigError, nearest
 
 # A word that ends in a number -> the field that it sets, and what it counts.
@@ -77,7 +77,7 @@ class Layout(BaseModel):
     micro_batches: _Count = 1
     zero: _Number = 0
     recompute: _Number = 0
-    policy: Literal["cheap", "attention"] | None = None
+    policy: SelectivePolicy | None = None
     units: Literal["half"] | None = None
 
     @property

@@ -25,8 +25,9 @@ from parallel3d.schedule.builders import check_chunks
 
 ScheduleName = Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "zb-looped", "auto"]
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
-RecomputationPolicy = Literal["none", "cheap", "attention", "full"]
-SELECTIVE = ("cheap", "attention")  # policies that keep some of what a layer computes
+SelectivePolicy = Literal["cheap", "attention"]  # keeps some of what a layer computes
+SELECTIVE: tuple[SelectivePolicy, ...] = get_args(SelectivePolicy)
+RecomputationPolicy = Literal["none", "full"] | SelectivePolicy
 _QUOTED_SCHEDULES = ", ".join(f'"{name}"' for name in SCHEDULES)
 
 

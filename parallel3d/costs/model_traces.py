@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from torch import nn
 from parallel3d.autograd.recomputation import Checkpointer
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.structures import TensorTree
-from parallel3d.config import ActivationCheckpointingConfig, Config
+from parallel3d.config import ActivationCheckpointingConfig, Config, SelectivePolicy
 from parallel3d.costs.counter import OperatorCounter
 from parallel3d.costs.fakes import CudaFunctions, Fakes, MetaFakes
 from parallel3d.costs.layer_costs import alike, attach_sink, bind_forward
@@ -39,7 +39,6 @@ class TracedModel:
     - device: type of the device on which it trains, "cpu" or "cuda".
     - fuses: torch.compile runs the layers, see OperatorCounter. A loss with a method `in_one`, which returns the loss computed
       over all positions at once, is then traced so, since the engine compiles it in that form.
-    - recomputation: activation_checkpointing.policy, if a part of each layer is recomputed; else None.
     """
 
     layers: Sequence[Layer]
@@ -48,7 +47,6 @@ class TracedModel:
     config: Config
     device: str
     fuses: bool
-    recomputation: Literal["cheap", "attention"] | None = None
 
     @cached_property
     def kinds(self) -> list[int]:
@@ -95,36 +93,39 @@ class ModelTraces:
         self._modules: dict[tuple[int, bool], tuple[TrainedLayer, dict[str, Any]]] = {}
         self._tables: dict[int, int] = {}
         self._known: dict[Any, tuple[LayerProfile, TensorTree]] = {}
-        self._profiles: dict[int, tuple[LayerProfile, ...]] = {}
+        self._profiles: dict[tuple[SelectivePolicy | None, int], tuple[LayerProfile, ...]] = {}
         loss = model.loss_fn
         self._loss = loss.build(self._context) if isinstance(loss, LayerSpec) else loss
         in_one = getattr(self._loss, "in_one", None)
         if model.fuses and in_one is not None:
             self._loss = in_one()
 
-    def profiles(self, samples: int) -> tuple[LayerProfile, ...]:
-        """Return the profile of each layer. Raises PartitionError, which names the layer, for one that can't be traced."""
-        if samples in self._profiles:
-            return self._profiles[samples]
+    def profiles(self, policy: SelectivePolicy | None, samples: int) -> tuple[LayerProfile, ...]:
+        """Return the profile of each layer. Raises PartitionError, which names the layer, for one that can't be traced.
+
+        policy: that recomputes a part of each layer, as activation_checkpointing.policy; None if nothing is recomputed.
+        """
+        if (policy, samples) in self._profiles:
+            return self._profiles[policy, samples]
         with self._fakes.mode, self._fakes.device:
             inputs, labels = _resized(self._fakes.place(self._model.sample), samples)
             x = TensorTree.of(self._model.precision.cast(inputs))
         profiles = []
         for k in range(len(self._model.layers)):
-            profile, x = self._profile(k, x)
+            profile, x = self._profile(k, x, policy)
             profiles.append(profile)
         if self._loss is not None and labels is not None:
             profiles[-1] = self._with_loss(profiles[-1], x, labels)
-        self._profiles[samples] = tuple(profiles)
-        return self._profiles[samples]
+        self._profiles[policy, samples] = tuple(profiles)
+        return self._profiles[policy, samples]
 
-    def _profile(self, k: int, x: TensorTree) -> tuple[LayerProfile, TensorTree]:
+    def _profile(self, k: int, x: TensorTree, policy: SelectivePolicy | None) -> tuple[LayerProfile, TensorTree]:
         layer, kind = self._model.layers[k], self._model.kinds[k]
         tie = layer.key if isinstance(layer, TiedLayerSpec) else None
-        key = (kind, x.key, tie)
+        key = (kind, x.key, tie, policy)
         if key not in self._known:
             try:
-                whole, split = (self._trace(kind, x, splits) for splits in (False, True))
+                whole, split = (self._trace(kind, x, splits, policy) for splits in (False, True))
             except PartitionError as error:
                 raise PartitionError(f"layer {k} ({layer_name(layer)}): {error}") from error
             tensors = self._modules[kind, True][1]
@@ -137,30 +138,32 @@ class ModelTraces:
             self._known[key] = made, whole.returned
         return self._known[key]
 
-    def _trace(self, kind: int, x: TensorTree, splits: bool) -> LayerTrace:
-        precision, policy, fakes = self._model.precision, self._model.policy, self._fakes
+    def _trace(self, kind: int, x: TensorTree, splits: bool, policy: SelectivePolicy | None) -> LayerTrace:
+        precision, fakes = self._model.precision, self._fakes
         # Whole backwards of half-precision weights also add past autograd.
         splittable = splits or precision.weights is not None
         if (kind, splittable) in self._modules:
-            return self._run(self._modules[kind, splittable][0], x, splits)
+            return self._run(self._modules[kind, splittable][0], x, splits, policy)
         layer = self._model.layers[kind]
 
         def traced(module: Any) -> LayerTrace:
             tensors = _tensors_of(module, precision.weights)
             with fakes.mode, fakes.device:
-                trains = attach_sink(module, fakes.device, precision.weights, policy.accumulator_dtype, splittable)
-            function = bind_forward(layer, module)
-            if self._model.recomputation is not None:
-                checkpointer = Checkpointer(ActivationCheckpointingConfig(policy=self._model.recomputation))
-                function = partial(checkpointer, function)
-            trained = TrainedLayer(function, precision, *trains)
-            result = self._run(trained, x, splits)
+                accumulates = self._model.policy.accumulator_dtype
+                trains = attach_sink(module, fakes.device, precision.weights, accumulates, splittable)
+            trained = TrainedLayer(bind_forward(layer, module), precision, *trains)
+            result = self._run(trained, x, splits, policy)
             self._modules[kind, splittable] = trained, tensors
             return result
 
         return fakes.first_that_works(layer, traced)
 
-    def _run(self, layer: TrainedLayer, x: TensorTree, splits: bool) -> LayerTrace:
+    def _run(
+        self, layer: TrainedLayer, x: TensorTree, splits: bool, policy: SelectivePolicy | None = None
+    ) -> LayerTrace:
+        if policy is not None:
+            checkpointer = Checkpointer(ActivationCheckpointingConfig(policy=policy))
+            layer = replace(layer, function=partial(checkpointer, layer.function))
         on_cuda = CudaFunctions() if self._model.device == "cuda" else nullcontext()
         # Tensor-parallel layers draw the seed of a rank's own random stream.
         with torch.random.fork_rng(devices=[]), self._fakes.mode, standing_for(self._model.device), on_cuda:

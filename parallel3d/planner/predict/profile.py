@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.comm.structures import TensorTree
-from parallel3d.config import Config
+from parallel3d.config import Config, SelectivePolicy
 from parallel3d.costs.counter import OperatorCounter
 from parallel3d.costs.layer_profile import LayerProfile, extrapolated, recomputed
 from parallel3d.costs.model_traces import INSTEAD, LossFunction, ModelTraces, TracedModel, rows_of
@@ -31,7 +32,6 @@ _FEW = ((1, 2), (2, 3))
 
 
 _Slicing = tuple[int, bool]  # tensor-parallel ranks, and whether sequences are split among them
-_Policy = Literal["cheap", "attention"] | None
 
 
 class ModelProfile:
@@ -68,8 +68,8 @@ class ModelProfile:
         self._counter = OperatorCounter(INSTEAD, fuses)
         self._losses: dict[Any, LayerProfile] = {}
         self._in_other_layers: dict[tuple[int, ...], ModelProfile] = {}
-        self._slicings: dict[tuple[_Slicing, _Policy], ModelTraces] = {}
-        self._profiles: dict[tuple[_Slicing, int, bool, _Policy], tuple[LayerProfile, ...]] = {}
+        self._slicings: dict[_Slicing, ModelTraces] = {}
+        self._profiles: dict[tuple[_Slicing, int, bool, SelectivePolicy | None], tuple[LayerProfile, ...]] = {}
         self._parameters: dict[object, list[list[ParameterInfo]]] = {}
         self._merged: dict[object, nn.Parameter] = {}
         self._policies: dict[tuple[int, int], ZeroPolicy] = {}
@@ -132,7 +132,7 @@ class ModelProfile:
         sequence_parallel: bool = False,
         micro_batch: int = 1,
         recompute: int = 0,
-        policy: _Policy = None,
+        policy: SelectivePolicy | None = None,
     ) -> tuple[LayerProfile, ...]:
         """Return the profile of each layer; equal layers share theirs. recompute, policy: as those of a Layout.
 
@@ -194,13 +194,11 @@ class ModelProfile:
         merged = self.merged([ParameterInfo("", parameter, ()) for _, parameter in layer.parameters])
         return layer if layer.tie is not None else replace(layer, parameters=tuple(("", p.parameter) for p in merged))
 
-    def _trace(self, slicing: _Slicing, micro_batch: int, policy: _Policy) -> tuple[LayerProfile, ...]:
-        key = slicing, policy
-        if key not in self._slicings:
-            model = self._traceable if policy is None else replace(self._traceable, recomputation=policy)
-            self._slicings[key] = ModelTraces(model, *slicing, self._on_meta, self._counter, self._losses)
+    def _trace(self, slicing: _Slicing, micro_batch: int, policy: SelectivePolicy | None) -> tuple[LayerProfile, ...]:
+        if slicing not in self._slicings:
+            self._slicings[slicing] = ModelTraces(self._traceable, *slicing, self._on_meta, self._counter, self._losses)
         try:
-            return _at(micro_batch, self._slicings[key].profiles)
+            return _at(micro_batch, partial(self._slicings[slicing].profiles, policy))
         except PartitionError:
             if not self._on_meta:
                 raise

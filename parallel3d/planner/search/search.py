@@ -323,8 +323,12 @@ class BranchAndBound:
                     break
 
     def _near_bound(self, layout: Layout) -> float:
-        """Return the predictor's bound, the same however many layers are recomputed together, and for ZeRO-2 and 3."""
-        key = _with_whole_weights(layout).model_copy(update={"recompute": min(1, layout.recompute)})
+        """Return the predictor's bound: one however many layers are recomputed together, or parts of them or nothing.
+
+        And one for ZeRO-2 and 3.
+        """
+        recompute = min(1, layout.recompute) if layout.policy is None else 0
+        key = _with_whole_weights(layout).model_copy(update={"recompute": recompute, "policy": None})
         return self._least(key) / (WORTH_HALVES if layout.units else 1.0)
 
     def _evaluate(self, layout: Layout, best: float = np.inf) -> StepPrediction | OutOfMemory:
