@@ -22,7 +22,7 @@ from parallel3d.planner.predict.costs import WORTH_HALVES, StepPrediction, fulln
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.predict.timing import Floats, Integers, compute_seconds, layer_times
 from parallel3d.planner.search.result import StageMemory
-from parallel3d.planner.search.space import LARGE, RECOMPUTED, Space
+from parallel3d.planner.search.space import LARGE, POLICIES, RECOMPUTED, Space
 from parallel3d.zero.memory import predict_state
 
 _ROOMY = 0.9  # share of the memory below which layers weren't split unevenly to fit
@@ -105,8 +105,8 @@ class Bounds:
       tensor-parallel ranks.
     - passing: of a step in which a micro-batch passes all chunks forward and back. It is the last one or the first one on the
       slowest chunk, whose forwards or backwards of all others come before or after it.
-    - bytes: of the fullest rank, with state and activations in flight spread evenly, and the allocator's gaps; host: of what it
-      offloads to the host's memory.
+    - bytes: of the fullest rank, with state and activations in flight spread evenly, and the allocator's gaps; before `refine`
+      as if layers that are recomputed in part were recomputed whole. host: of what it offloads to the host's memory.
     - why_not_sharded: number of tensor-parallel ranks -> the reason why layers can't be split over them.
     """
 
@@ -120,6 +120,10 @@ class Bounds:
         possible = np.isfinite(self.seconds)
         found[:, possible] = self._bound_bytes(space.where(possible))
         self.bytes, self.host = found
+
+    def refine(self, space: Space, rows: Integers) -> None:
+        """Bound the bytes of layouts of a space again, by traces of their policies."""
+        self.bytes[rows], _ = self._bound_bytes(space.where(rows), by_policy=True)
 
     def _bound_seconds(self, space: Space) -> Floats:
         predictor, num_chunks, whole = self._predictor, space.chunks, space.whole_backwards
@@ -174,7 +178,7 @@ class Bounds:
             )
         return found
 
-    def _bound_bytes(self, space: Space) -> Floats:
+    def _bound_bytes(self, space: Space, by_policy: bool = False) -> Floats:
         predictor, found = self._predictor, np.zeros((2, len(space)))
         profile, memory = predictor.profile(), predictor.memory_model(None)
         for chosen in _groups(space.tensor_ranks, space.replicas, space.zero):
@@ -190,8 +194,9 @@ class Bounds:
             state = predict_state(whole, policy, layout.replicas)
             found[0, chosen] = state.steady / space.stages[chosen]
         in_flight, late = np.minimum(space.in_flight, space.micro_batches), space.deferred
-        for chosen in _groups(space.tensor_ranks, space.sequence_parallel, space.recompute, space.policy):
+        for chosen in _groups(space.tensor_ranks, space.sequence_parallel, space.recompute, space.policy * by_policy):
             one = space.layout(chosen[0]).model_copy(update={"micro_batch": 1, "units": None})
+            one = one if by_policy else one.model_copy(update={"policy": None})
             stages, samples = space.stages[chosen], _EVEN * space.micro_batch[chosen]
             held, deferred = memory.held(one)
             found[0, chosen] += samples * np.maximum(held * in_flight[chosen], deferred * late[chosen]) / stages
@@ -236,6 +241,8 @@ class BranchAndBound:
         self.capacity, self.host_capacity = map(max, zip(*sizes, strict=True))
         self.evaluated: dict[Layout, StepPrediction | OutOfMemory] = {}
         self._roomy: set[Layout] = set()
+        worth = np.where(space.halves, WORTH_HALVES, 1.0)
+        self._seconds, self._passing = self.bounds.seconds / worth, self.bounds.passing / worth
         self._layout = cache(space.layout)
         self._least = cache(predictor.least)
 
@@ -257,38 +264,44 @@ class BranchAndBound:
 
     def run(self) -> list[StepPrediction]:
         """Return the candidates that fit, the best first; none if nothing fits."""
-        worth = np.where(self.space.halves, WORTH_HALVES, 1.0)
-        seconds, passing = self.bounds.seconds / worth, self.bounds.passing / worth
-        possible = np.flatnonzero(np.isfinite(seconds) & (self.least_shares <= 1.0))
-        order = possible[np.argsort(seconds[possible], kind="stable")]
+        possible = np.flatnonzero(np.isfinite(self.bounds.seconds) & (self.least_shares <= 1.0))
+        order = possible[np.argsort(self._seconds[possible], kind="stable")]
+        selective = self.space.policy[order] > 0
+        if not selective.all():
+            self._find_best(order[~selective])
+        # Layers are recomputed in part where that may be faster than what fits without: their traces take long.
+        best = min((c.rank[1] for c in self.fitting), default=np.inf)
+        others = order[selective & (self._seconds[order] < best)]
+        self.bounds.refine(self.space, others)
+        self._find_best(others[self.least_shares[others] <= 1.0])
+        if self.fitting:
+            self._find_alternatives(order[~selective])
+        return self.fitting
+
+    def _find_best(self, order: Integers) -> None:
+        """Evaluate layouts in the order of their bounds until none is below the best that fits."""
         if len(self._predictor.network.cluster.gpus) > LARGE:
             # Predictions take long: whole blocks are searched first, and then half blocks in the best shape alone.
             is_half = self.space.halves[order] > 0
-            self._find_best(seconds, passing, order[~is_half])
+            self._evaluate_in_order(order[~is_half])
             for best in self.fitting[:1]:
                 order = order[~is_half | (self.space.shapes[order] == best.layout.shape).all(axis=1)]
-        self._find_best(seconds, passing, order)
-        if self.fitting:
-            self._find_alternatives(order)
-        return self.fitting
+        self._evaluate_in_order(order)
 
-    def _find_best(self, seconds: Floats, passing: Floats, order: Integers) -> None:
-        """Evaluate layouts in the order of their bounds, `seconds`, until none is below the best that fits.
-
-        Leave out those that, by their other bound, `passing`, can't be among the best that are listed.
-        """
+    def _evaluate_in_order(self, order: Integers) -> None:
+        """Leave out those that, by their other bound, `passing`, can't be among the best that are listed."""
         best = min((c.rank[1] for c in self.fitting), default=np.inf)
         fitting, limit = {c.layout for c in self.fitting}, self._limit()
-        waiting = [(float(seconds[k]), n, k, False) for n, k in enumerate(order.tolist())]
+        waiting = [(float(self._seconds[k]), n, k, False) for n, k in enumerate(order.tolist())]
         heapify(waiting)
         while waiting and (waiting[0][0] < best or len(fitting) < self._num_best):
             _, n, k, is_near = heappop(waiting)
-            if passing[k] > limit:
+            if self._passing[k] > limit:
                 continue
             layout = self._layout(k)
             if layout in self.evaluated or (self._roomy and not self._roomy.isdisjoint(_no_slower(layout))):
                 continue
-            if _with_whole_weights(layout) in fitting:
+            if _with_whole_weights(layout) in fitting or not fitting.isdisjoint(_recomputing_less(layout)):
                 continue
             if not is_near:
                 heappush(waiting, (self._near_bound(layout), n, k, True))
@@ -323,12 +336,8 @@ class BranchAndBound:
                     break
 
     def _near_bound(self, layout: Layout) -> float:
-        """Return the predictor's bound: one however many layers are recomputed together, or parts of them or nothing.
-
-        And one for ZeRO-2 and 3.
-        """
-        recompute = min(1, layout.recompute) if layout.policy is None else 0
-        key = _with_whole_weights(layout).model_copy(update={"recompute": recompute, "policy": None})
+        """Return the predictor's bound, the same however many layers are recomputed together, and for ZeRO-2 and 3."""
+        key = _with_whole_weights(layout).model_copy(update={"recompute": min(1, layout.recompute)})
         return self._least(key) / (WORTH_HALVES if layout.units else 1.0)
 
     def _evaluate(self, layout: Layout, best: float = np.inf) -> StepPrediction | OutOfMemory:
@@ -345,6 +354,12 @@ def _with_whole_weights(layout: Layout) -> Layout:
     chunks = 1 if layout.stages == 1 else layout.chunks
     named = {"schedule": "interleaved" if chunks > 1 else "1f1b"} if layout.schedule == "gpipe" else {}
     return layout.model_copy(update={"zero": 2 * (layout.replicas > 1), "chunks": chunks, **named})
+
+
+def _recomputing_less(layout: Layout) -> list[Layout]:
+    """Return the twins of a layout that recompute less of each layer; none of one that recomputes all of it, or nothing."""
+    smaller = POLICIES[: POLICIES.index(layout.policy)]
+    return [layout.model_copy(update={"policy": p, "recompute": int(p is not None)}) for p in smaller]
 
 
 def _no_slower(layout: Layout) -> list[Layout]:

@@ -22,7 +22,7 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32)  # samples
 RECOMPUTED = (0, 1, 2, 4)
 _HALVES_RECOMPUTED = (*RECOMPUTED, 8)
 # What each layer recomputes: all, or a part.
-_POLICIES = (None, *SELECTIVE)
+POLICIES = (None, *SELECTIVE)
 # Most chunks of all stages for which an order is searched: for more the search is too slow, on many ranks even earlier.
 _MOST_SEARCHED, _MOST_SEARCHED_LARGE, LARGE = 32, 16, 4096
 # Most chunks of all stages x micro-batches of a breadth-first program (arXiv:2211.05953), which holds all micro-batches.
@@ -50,7 +50,7 @@ VARIANTS = tuple(
 class Space:
     """Layouts: element k of each column belongs to layout k.
 
-    variant: index in VARIANTS; sequence_parallel: 0 or 1; halves: 1 if layers are half blocks; policy: index in _POLICIES.
+    variant: index in VARIANTS; sequence_parallel: 0 or 1; halves: 1 if layers are half blocks; policy: index in POLICIES.
     """
 
     halves: Integers
@@ -116,7 +116,7 @@ class Space:
         """Return layout k, fully specified."""
         values = {field.name: int(getattr(self, field.name)[k]) for field in fields(self)}
         halves, variant = values.pop("halves"), VARIANTS[values.pop("variant")]
-        policy = _POLICIES[values.pop("policy")]
+        policy = POLICIES[values.pop("policy")]
         return Layout(**(dict(variant) | values | {"units": "half" if halves else None, "policy": policy}))
 
 
@@ -183,7 +183,7 @@ def _choices(
         "micro_batch": MICRO_BATCHES if micro_batch is None else [micro_batch],
         "zero": [0, 1, 2, 3],
         "recompute": _HALVES_RECOMPUTED if recompute is None else [recompute],
-        "policy": range(len(_POLICIES)) if recompute is None else [_POLICIES.index(fixed.policy)],
+        "policy": range(len(POLICIES)) if recompute is None else [POLICIES.index(fixed.policy)],
         "variant": [k for k, variant in enumerate(VARIANTS) if _is_searched(variant, fixed)],
     }
 
