@@ -122,18 +122,21 @@ class Bounds:
         self.bytes, self.host = found
 
     def refine(self, space: Space, rows: Integers) -> None:
-        """Bound the bytes of layouts of a space again, by traces of their policies."""
-        self.bytes[rows], _ = self._bound_bytes(space.where(rows), by_policy=True)
+        """Bound layouts of a space again, by traces of their policies."""
+        some = space.where(rows)
+        self.seconds[rows], self.passing[rows] = self._bound_seconds(some, by_policy=True)
+        self.bytes[rows], _ = self._bound_bytes(some, by_policy=True)
 
-    def _bound_seconds(self, space: Space) -> Floats:
+    def _bound_seconds(self, space: Space, by_policy: bool = False) -> Floats:
         predictor, num_chunks, whole = self._predictor, space.chunks, space.whole_backwards
         sharding = space.tensor_ranks, space.sequence_parallel
         # Of a micro-batch: filling, mean and longest stage, passing all chunks, and the host's calls.
         found = np.full((5, len(space)), np.inf)
-        full = (space.recompute > 0) & (space.policy == 0)  # other policies take at least as long as none
-        for chosen in _groups(*sharding, full, space.micro_batch, space.halves, whole):
+        # Recomputation of a part takes at least as long as none.
+        full, policy = (space.recompute > 0) & ((space.policy == 0) | by_policy), space.policy * by_policy
+        for chosen in _groups(*sharding, full, policy, space.micro_batch, space.halves, whole):
             layout, is_whole = space.layout(chosen[0]), bool(whole[chosen[0]])
-            if layout.policy is not None:
+            if layout.policy is not None and not by_policy:
                 layout = layout.model_copy(update={"recompute": 0, "policy": None})
             try:
                 # Half blocks together take as long as whole ones, whose profile is needed anyway.
@@ -241,10 +244,12 @@ class BranchAndBound:
         self.capacity, self.host_capacity = map(max, zip(*sizes, strict=True))
         self.evaluated: dict[Layout, StepPrediction | OutOfMemory] = {}
         self._roomy: set[Layout] = set()
-        worth = np.where(space.halves, WORTH_HALVES, 1.0)
-        self._seconds, self._passing = self.bounds.seconds / worth, self.bounds.passing / worth
         self._layout = cache(space.layout)
         self._least = cache(predictor.least)
+
+    @property
+    def _seconds(self) -> Floats:
+        return self.bounds.seconds / np.where(self.space.halves, WORTH_HALVES, 1.0)
 
     @property
     def least_shares(self) -> Floats:
@@ -273,13 +278,14 @@ class BranchAndBound:
         best = min((c.rank[1] for c in self.fitting), default=np.inf)
         others = order[selective & (self._seconds[order] < best)]
         self.bounds.refine(self.space, others)
-        self._find_best(others[self.least_shares[others] <= 1.0])
+        others = others[np.argsort(self._seconds[others], kind="stable")]
+        self._find_best(others[(self._seconds[others] < best) & (self.least_shares[others] <= 1.0)])
         if self.fitting:
             self._find_alternatives(order[~selective])
         return self.fitting
 
     def _find_best(self, order: Integers) -> None:
-        """Evaluate layouts in the order of their bounds until none is below the best that fits."""
+        """Evaluate layouts, given in the order of their bounds, until the best that fits is found."""
         if len(self._predictor.network.cluster.gpus) > LARGE:
             # Predictions take long: whole blocks are searched first, and then half blocks in the best shape alone.
             is_half = self.space.halves[order] > 0
@@ -289,14 +295,18 @@ class BranchAndBound:
         self._evaluate_in_order(order)
 
     def _evaluate_in_order(self, order: Integers) -> None:
-        """Leave out those that, by their other bound, `passing`, can't be among the best that are listed."""
+        """Evaluate layouts until no bound is below the best that fits.
+
+        Leave out those that, by their other bound, `passing`, can't be among the best that are listed.
+        """
         best = min((c.rank[1] for c in self.fitting), default=np.inf)
         fitting, limit = {c.layout for c in self.fitting}, self._limit()
-        waiting = [(float(self._seconds[k]), n, k, False) for n, k in enumerate(order.tolist())]
+        seconds, worth = self._seconds, np.where(self.space.halves, WORTH_HALVES, 1.0)
+        waiting = [(float(seconds[k]), n, k, False) for n, k in enumerate(order.tolist())]
         heapify(waiting)
         while waiting and (waiting[0][0] < best or len(fitting) < self._num_best):
             _, n, k, is_near = heappop(waiting)
-            if self._passing[k] > limit:
+            if self.bounds.passing[k] / worth[k] > limit:
                 continue
             layout = self._layout(k)
             if layout in self.evaluated or (self._roomy and not self._roomy.isdisjoint(_no_slower(layout))):
