@@ -70,7 +70,10 @@ class Port:
         """Give gradients of the weight and of the bias to the sink; what it doesn't take is left for autograd."""
         for k, recipe in enumerate(recipes if self.is_reached else ()):
             parameter: Any = self._parameters[k]
-            value = None if parameter is None or recipe is None else self.sink.route(parameter, self._edges[k], recipe)
+            # PyTorch 2.11 does not compile anew when a parameter is frozen.
+            if recipe is None or parameter is None or not parameter.requires_grad:
+                continue
+            value = self.sink.route(parameter, self._edges[k], recipe)
             if value is not None:
                 before = self._values[k]
                 self._values[k] = value if before is None else before + value

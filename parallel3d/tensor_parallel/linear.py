@@ -135,11 +135,16 @@ def column_outputs(layers: Sequence[ColumnParallelLinear], x: Tensor, length: in
     x enters their region once. In the backward its gradient is summed in one buffer and communicated once, overlapped with
     all of the layers' weight gradients.
     """
+    first = layers[0]
     # A layer that somebody has put in place of one, or hooks, want to see a call.
     own = all(type(layer) is ColumnParallelLinear and not has_hooks(layer) for layer in layers)
-    if not own or len({(layer.group, layer.sequence_parallel, layer.in_region) for layer in layers}) > 1:
+    if not own or any(
+        layer.group is not first.group
+        or layer.sequence_parallel != first.sequence_parallel
+        or layer.in_region != first.in_region
+        for layer in layers
+    ):
         return tuple(layer(x, length) for layer in layers)
-    first = layers[0]
     pairs = [(layer.weight, layer.bias) for layer in layers]
     outputs = linears([layer.port for layer in layers], x, pairs, first._boundary(length))
     return tuple(layer._output(y) for layer, y in zip(layers, outputs, strict=True))
