@@ -28,16 +28,18 @@ INDUCTOR_OPTIONS = {"allow_buffer_reuse": False, "inplace_buffers": False, "trit
 class Port:
     """Way of the gradients of one layer's parameters out of a graph.
 
-    In place of the parameters, `token` is the graph's input that requires gradients: a number without a gradient of its own,
-    whose node in autograd's graph leads to the parameters. So autograd knows when all gradients of a parameter have come,
-    which of them the backward under way needs, and gets those that the sink does not take.
+    In place of the parameters, `token` is the graph's input that requires gradients: an empty tensor whose node in autograd's
+    graph leads to the parameters. So autograd knows when all gradients of a parameter have come, which of them the backward
+    under way needs, and gets those that the sink does not take.
 
-    token: None until `open`.
+    - token: None until `open`; on the parameters' device, where their gradients are accumulated by the same thread.
+    - number: in PORTS, as a tensor on the CPU: the graph has it as an input, so that all layers of a kind share one graph.
     """
 
     def __init__(self, sink: GradientSink):
         self.sink = sink
         self.token: Tensor | None = None
+        self.number = torch.tensor(PORTS.add(self), device="cpu")
         self._parameters: list[Tensor | None] = []
         self._edges: list[Any] = []
         self._values: list[Tensor | None] = []
@@ -51,8 +53,9 @@ class Port:
         self._parameters = [p if p is not None and p.requires_grad else None for p in (weight, bias)]
         self._values = [None, None]
         needed = [p for p in self._parameters if p is not None]
-        self.token = _Token.apply(PORTS.add(self), *needed)
-        edges = iter(self.token.grad_fn.next_functions if self.token.grad_fn is not None else ())
+        self.token = _Token.apply(int(self.number), *needed) if needed else torch.empty(0)
+        node: Any = self.token.grad_fn
+        edges = iter(node.next_functions if needed else ())
         self._edges = [None if p is None else next(edges) for p in self._parameters]
 
     @property
@@ -91,20 +94,16 @@ class _Token(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, number: int, *parameters: Tensor) -> Tensor:
         ctx.number = number
-        return torch.tensor(float(number), dtype=torch.float64, device="cpu")
+        return parameters[0].new_empty(0, dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return None, *PORTS[ctx.number].take_values()
 
 
-def _ports(tokens: Sequence[Tensor]) -> list[Port]:
-    return [PORTS[int(token)] for token in tokens]
-
-
-def _of_tokens(tokens: Sequence[Tensor]) -> list[Tensor]:
-    """Return gradients of tokens, which nobody reads."""
-    return [token.new_zeros(()) for token in tokens]
+def _of_token(x: Tensor) -> Tensor:
+    """Return the gradient of a token on the device of x."""
+    return x.new_empty(0, dtype=torch.float32)
 
 
 def _boundary(kind: str, group: int, length: int | None) -> RegionBoundary:
@@ -126,10 +125,10 @@ def _gradients_of_linears(
     gradients: Sequence[Tensor | None],
     x: Tensor,
     weights: Sequence[Tensor],
-    tokens: Sequence[Tensor],
+    numbers: Sequence[Tensor],
     *boundary: Any,
 ) -> tuple[Tensor, list[Tensor]]:
-    ports = _ports(tokens)
+    ports = [PORTS[int(number)] for number in numbers]
     given = x if any(port.needs_weight for port in ports) else None
 
     def give(k: int, rows: Tensor, entered: Tensor | None) -> None:
@@ -137,7 +136,7 @@ def _gradients_of_linears(
 
     hides = not ports[0].sink.is_deferring
     dx = backward_of_linears(_boundary(*boundary), given, weights, gradients, hides, give)
-    return x.new_empty(0) if dx is None else dx, _of_tokens(tokens)
+    return x.new_empty(0) if dx is None else dx, [_of_token(x) for _ in ports]
 
 
 def _forward_of_row_linear(x: Tensor, weight: Tensor, *boundary: Any) -> Tensor:
@@ -149,32 +148,31 @@ def _fake_row_linear(x: Tensor, weight: Tensor, *boundary: Any) -> Tensor:
 
 
 def _gradients_of_row_linear(
-    gradient: Tensor, x: Tensor, weight: Tensor, token: Tensor, needs_x: bool, *boundary: Any
+    gradient: Tensor, x: Tensor, weight: Tensor, number: Tensor, needs_x: bool, *boundary: Any
 ) -> tuple[Tensor, Tensor]:
-    (port,), region, dx = _ports([token]), _boundary(*boundary), None
+    region, dx = _boundary(*boundary), None
     if needs_x:
         entered, dx = region.enter_kept(gradient, weight)
     else:
         entered = region.enter(gradient)()
-    port.give(Product(rows_of(entered), rows_of(x)))
-    return x.new_empty(0) if dx is None else dx, token.new_zeros(())
+    PORTS[int(number)].give(Product(rows_of(entered), rows_of(x)))
+    return x.new_empty(0) if dx is None else dx, _of_token(x)
 
 
 def _gradients_of_embedding(
-    gradient: Tensor, indices: Tensor, token: Tensor, num_embeddings: int, padding_idx: int
+    gradient: Tensor, indices: Tensor, number: Tensor, num_embeddings: int, padding_idx: int
 ) -> Tensor:
-    (port,) = _ports([token])
-    port.give(Scatter(gradient, indices, num_embeddings, padding_idx))
-    return token.new_zeros(())
+    PORTS[int(number)].give(Scatter(gradient, indices, num_embeddings, padding_idx))
+    return _of_token(gradient)
 
 
 _BOUNDARY = "str kind, int group, SymInt? length"
 
 _linears_backward = define(
     "linears_backward",
-    f"(Tensor?[] gradients, Tensor x, Tensor[] weights, Tensor[] tokens, {_BOUNDARY}) -> (Tensor, Tensor[])",
+    f"(Tensor?[] gradients, Tensor x, Tensor[] weights, Tensor[] numbers, {_BOUNDARY}) -> (Tensor, Tensor[])",
     _gradients_of_linears,
-    lambda gradients, x, weights, tokens, *_: (x.new_empty(x.shape if weights else 0), _of_tokens(tokens)),
+    lambda _, x, weights, numbers, *__: (x.new_empty(x.shape if weights else 0), [_of_token(x) for _ in numbers]),
 )
 _linears = define(
     "linears",
@@ -184,9 +182,9 @@ _linears = define(
 )
 _row_linear_backward = define(
     "row_linear_backward",
-    f"(Tensor gradient, Tensor x, Tensor weight, Tensor token, bool needs_x, {_BOUNDARY}) -> (Tensor, Tensor)",
+    f"(Tensor gradient, Tensor x, Tensor weight, Tensor number, bool needs_x, {_BOUNDARY}) -> (Tensor, Tensor)",
     _gradients_of_row_linear,
-    lambda gradient, x, weight, token, needs_x, *_: (x.new_empty(x.shape if needs_x else 0), token.new_zeros(())),
+    lambda _, x, weight, number, needs_x, *__: (x.new_empty(x.shape if needs_x else 0), _of_token(x)),
 )
 _row_linear = define(
     "row_linear",
@@ -196,9 +194,9 @@ _row_linear = define(
 )
 _embedding_backward = define(
     "embedding_backward",
-    "(Tensor gradient, Tensor indices, Tensor token, SymInt num_embeddings, int padding_idx) -> Tensor",
+    "(Tensor gradient, Tensor indices, Tensor number, SymInt num_embeddings, int padding_idx) -> Tensor",
     _gradients_of_embedding,
-    lambda gradient, indices, token, *_: token.new_zeros(()),
+    lambda gradient, *_: _of_token(gradient),
 )
 
 # Functions of autograd around the operators: kernels of operators for autograd cost the host 10 us more a call.
@@ -207,62 +205,63 @@ _embedding_backward = define(
 class _Linears(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, boundary: tuple[Any, ...], x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        number = len(tensors) // 3
-        weights, biases, tokens = (list(tensors[k * number : (k + 1) * number]) for k in range(3))
-        ctx.boundary, ctx.number = boundary, number if ctx.needs_input_grad[1] else 0
-        ctx.save_for_backward(x, *tokens, *weights[: ctx.number])
+        size = len(tensors) // 4
+        weights, biases, _, numbers = (list(tensors[k * size : (k + 1) * size]) for k in range(4))
+        ctx.boundary = boundary
+        ctx.save_for_backward(x, *numbers, *(weights if ctx.needs_input_grad[1] else ()))
         return tuple(_linears(x, weights, biases, *boundary))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, *others = ctx.saved_tensors
-        tokens, weights = others[: len(gradients)], others[len(gradients) :]
-        dx, dtokens = _linears_backward(gradients, x, weights, tokens, *ctx.boundary)
-        return None, dx if weights else None, *[None] * (2 * len(tokens)), *dtokens
+        numbers, weights, unused = others[: len(gradients)], others[len(gradients) :], [None] * len(gradients)
+        dx, dtokens = _linears_backward(gradients, x, weights, numbers, *ctx.boundary)
+        return None, dx if weights else None, *unused, *unused, *dtokens, *unused
 
 
 class _RowLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, boundary: tuple[Any, ...], x: Tensor, weight: Tensor, token: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, boundary: tuple[Any, ...], x: Tensor, weight: Tensor, token: Tensor, number: Tensor
+    ) -> Tensor:
         ctx.boundary, ctx.needs_x = boundary, ctx.needs_input_grad[1]
-        ctx.save_for_backward(x, weight, token)
+        ctx.save_for_backward(x, weight, number)
         y: Tensor = _row_linear(x, weight, *boundary)
         return y
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         dx, dtoken = _row_linear_backward(gradient, *ctx.saved_tensors, ctx.needs_x, *ctx.boundary)
-        return None, dx if ctx.needs_x else None, None, dtoken
+        return None, dx if ctx.needs_x else None, None, dtoken, None
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, indices: Tensor, weight: Tensor, token: Tensor, padding_idx: int) -> Tensor:
+    def forward(ctx: Any, indices: Tensor, weight: Tensor, token: Tensor, number: Tensor, padding_idx: int) -> Tensor:
         ctx.of_weight = weight.shape[0], padding_idx
-        ctx.save_for_backward(indices, token)
+        ctx.save_for_backward(indices, number)
         return F.embedding(indices, weight)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, _embedding_backward(gradient, *ctx.saved_tensors, *ctx.of_weight), None
+        return None, None, _embedding_backward(gradient, *ctx.saved_tensors, *ctx.of_weight), None, None
 
 
 def linears(ports: Sequence[Port], x: Tensor, pairs: Sequence[Pair], boundary: RegionBoundary) -> Sequence[Tensor]:
     """Do the same as split_backward.linears, in a graph."""
     weights, biases = [weight for weight, _ in pairs], [bias for _, bias in pairs]
-    outputs: Sequence[Tensor] = _Linears.apply(
-        boundary.described, x, *weights, *biases, *(port.token for port in ports)
-    )
+    tokens, numbers = [port.token for port in ports], [port.number for port in ports]
+    outputs: Sequence[Tensor] = _Linears.apply(boundary.described, x, *weights, *biases, *tokens, *numbers)
     return outputs
 
 
 def row_linear(port: Port, x: Tensor, weight: Tensor, boundary: RegionBoundary) -> Tensor:
     """Do the same as split_backward.row_linear, in a graph."""
-    y: Tensor = _RowLinear.apply(boundary.described, x, weight, port.token)
+    y: Tensor = _RowLinear.apply(boundary.described, x, weight, port.token, port.number)
     return y
 
 
 def embedding(port: Port, indices: Tensor, weight: Tensor, padding_idx: int) -> Tensor:
     """Do the same as split_backward.embedding, in a graph."""
-    y: Tensor = _Embedding.apply(indices, weight, port.token, padding_idx)
+    y: Tensor = _Embedding.apply(indices, weight, port.token, port.number, padding_idx)
     return y

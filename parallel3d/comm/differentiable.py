@@ -180,8 +180,9 @@ class _Collective(torch.autograd.Function):
 
 
 def _run(name: str, x: Tensor, group: int, *dim: int) -> Tensor:
-    if torch.compiler.is_compiling() and name != "copy":
-        return _in_graph(x, name, group, dim)
+    if torch.compiler.is_compiling():
+        y: Tensor = x.view_as(x) if name == "copy" else _in_graph(x, name, group, dim)
+        return y
     return _TABLE[name][0](x, GROUPS[group], *dim)
 
 
