@@ -2,12 +2,12 @@
 
 A backward is split layer by layer: a splittable linear or embedding computes the gradient of its input at once and leaves
 that of its weight to the sink, which can queue it (BACKWARD_INPUT) and run it later (BACKWARD_WEIGHT). What can't be
-split (norms, convolutions, bare parameters, compiled regions) runs whole at BACKWARD_INPUT. arXiv:2401.10241.
+split (norms, convolutions, bare parameters) runs whole at BACKWARD_INPUT. arXiv:2401.10241.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,68 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from parallel3d.autograd.recipes import Product, RowSum, Scatter
+from parallel3d.autograd import in_graph
+from parallel3d.autograd.in_graph import Port
+from parallel3d.autograd.products import NO_BOUNDARY, Pair, RegionBoundary, backward_of_linears, rows_of
+from parallel3d.autograd.recipes import Product, Recipe, RowSum, Scatter
 from parallel3d.autograd.selective import kept
 from parallel3d.autograd.sink import GradientSink
 from parallel3d.fake_device import on_cuda
-
-# Pairs (left [..., k], right [k, n]) whose matrix products are added up; k may differ.
-Factors = Sequence[tuple[Tensor, Tensor]]
-# Weight and bias (None without one) of a linear layer.
-Pair = tuple[Tensor, "Tensor | None"]
-
-
-def multiply(factors: Factors, out: Tensor | None = None) -> Tensor:
-    """Return the sum of left @ right, [..., n], in one buffer. out: [rows, n], that buffer; then it is not differentiable."""
-    (left, right), *others = factors
-    total = rows_of(left).mm(right) if out is None else torch.mm(rows_of(left), right, out=out)
-    for other, weight in others:
-        total.addmm_(rows_of(other), weight)
-    return total if left.dim() == 2 else total.view(*left.shape[:-1], right.shape[1])
-
-
-def rows_of(x: Tensor) -> Tensor:
-    """Flatten [..., n] to [rows, n]."""
-    if x.dim() == 2:
-        return x
-    return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
-
-
-class RegionBoundary:
-    """Boundary of a region of linear layers, through which their input enters or their output leaves. This class does nothing.
-
-    Tensor parallelism communicates there. Every method starts the communication and returns a function that waits for its
-    result, so that a backward overlaps it with the layers' matrix products. Under torch.is_grad_enabled() the result must be
-    differentiable.
-    """
-
-    def enter(self, x: Tensor) -> Callable[[], Tensor]:
-        """Start to make the input of the matrix products from the input of the region."""
-        return lambda: x
-
-    def enter_products(self, x: Tensor, pairs: Sequence[Pair]) -> Sequence[Tensor]:
-        """Return F.linear of the entered input for each pair; a part of it may enter while another is multiplied."""
-        entered = self.enter(x)()
-        return [F.linear(entered, *pair) for pair in pairs]
-
-    def enter_kept(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the entered input, and its product with weight [in, out]."""
-        entered = self.enter(x)()
-        return entered, multiply([(entered, weight)])
-
-    def leave(self, gradient: Tensor) -> Callable[[], Tensor]:
-        """Start to apply the transpose of `enter` to the gradient of the entered input, which may be overwritten."""
-        return lambda: gradient
-
-    def leave_products(self, factors: Factors, hidden: bool = False) -> Callable[[], Tensor]:
-        """Start to `leave` with the sum of these products; a part of it may leave while the rest is multiplied.
-
-        hidden: whether other work runs before the caller waits, so that it hides the communication.
-        """
-        return self.leave(multiply(factors))
-
-
-NO_BOUNDARY = RegionBoundary()
 
 
 def _number(tensors: Sequence[Tensor | None]) -> int:
@@ -111,30 +56,25 @@ class SplitLinears(torch.autograd.Function):
 
         gradients: None for an output that is not used.
         """
-        _, _, needs_x, *needs = ctx.needs_input_grad
+        needs = ctx.needs_input_grad[3:]
+        dparameters: list[Tensor | None] = [None] * len(needs)
         used = [k for k, gradient in enumerate(gradients) if gradient is not None]
-        dx, dparameters = None, [None] * len(needs)
         if not used:
             return None, None, None, *dparameters
         x, *weights = ctx.saved_tensors
-        needs_weight = any(needs[2 * k] for k in used)
-        if needs_weight:
-            entering = ctx.boundary.enter(x)
-        if needs_x:
-            factors: Any = [(gradients[k], weights[k]) for k in used]
-            hidden = needs_weight and not ctx.sinks[0].is_deferring
-            leaving = ctx.boundary.leave_products(factors, hidden)
-        entered: Any = rows_of(entering()) if needs_weight else None
         # Edges lead to the tensors among the arguments, the first being x.
         edges = iter(ctx.next_functions[1:])
         edge_of = [None if parameter is None else next(edges) for parameter in ctx.parameters]
-        for k in used:
-            rows = rows_of(gradients[k])
-            for place, recipe in ((2 * k, Product(rows, entered)), (2 * k + 1, RowSum(rows))):
+
+        def give(k: int, rows: Tensor, entered: Any) -> None:
+            recipes: tuple[Recipe, ...] = Product(rows, entered), RowSum(rows)
+            for place, recipe in enumerate(recipes, 2 * k):
                 if needs[place]:
                     dparameters[place] = ctx.sinks[k].route(ctx.parameters[place], edge_of[place], recipe)
-        if needs_x:
-            dx = leaving()
+
+        given = x if any(needs[2 * k] for k in used) else None
+        hides = not ctx.sinks[0].is_deferring
+        dx = backward_of_linears(ctx.boundary, given, weights, gradients, hides, give)
         return None, None, dx, *dparameters
 
 
@@ -190,58 +130,85 @@ class SplitEmbedding(torch.autograd.Function):
         return None, None, ctx.sink.route(ctx.weight, ctx.next_functions[1], scatter), None
 
 
-# Functions for sharded layers. Their callers exclude themselves from torch.compile, because inside a compiled graph nothing
-# would be split.
-
-
 def linear(
-    sink: GradientSink, x: Tensor, weight: Tensor, bias: Tensor | None = None, boundary: RegionBoundary = NO_BOUNDARY
+    port: Port, x: Tensor, weight: Tensor, bias: Tensor | None = None, boundary: RegionBoundary = NO_BOUNDARY
 ) -> Tensor:
-    """Apply F.linear to x after it has entered; `sink` gets the gradients of weight and bias that it takes.
+    """Apply F.linear to x after it has entered; the port's sink gets the gradients of weight and bias that it takes.
 
     x: input of `boundary`, which enters as [..., in], weight: [out, in], bias: [out] -> [..., out]. Follows autocast.
     """
-    (y,) = linears([sink], x, [(weight, bias)], boundary)
+    (y,) = linears([port], x, [(weight, bias)], boundary)
     return y
 
 
 def linears(
-    sinks: Sequence[GradientSink], x: Tensor, pairs: Sequence[Pair], boundary: RegionBoundary = NO_BOUNDARY
-) -> tuple[Tensor, ...]:
-    """Apply several linear layers to one input, each with its sink; x enters once, and its gradient leaves once."""
-    parameters = _following_autocast(x, x, *(parameter for pair in pairs for parameter in pair))
-    outputs: tuple[Tensor, ...] = SplitLinears.apply(tuple(sinks), boundary, *parameters)
+    ports: Sequence[Port], x: Tensor, pairs: Sequence[Pair], boundary: RegionBoundary = NO_BOUNDARY
+) -> Sequence[Tensor]:
+    """Apply several linear layers to one input, each with its port; x enters once, and its gradient leaves once."""
+    x, *parameters = _following_autocast(x, x, *(parameter for pair in pairs for parameter in pair))
+    weights, biases = parameters[::2], parameters[1::2]
+    if _is_in_graph(ports, weights):
+        return in_graph.linears(ports, x, list(zip(weights, biases, strict=True)), boundary)
+    outputs: tuple[Tensor, ...] = _apply(SplitLinears, tuple(port.sink for port in ports), boundary, x, *parameters)
     return outputs
 
 
-def row_linear(sink: GradientSink, x: Tensor, weight: Tensor, boundary: RegionBoundary) -> Tensor:
+def row_linear(port: Port, x: Tensor, weight: Tensor, boundary: RegionBoundary) -> Tensor:
     """Return `boundary.leave` of x W^T. x: [..., in], weight: [out, in] -> [..., out]. Follows autocast."""
-    y: Tensor = SplitRowLinear.apply(sink, boundary, *_following_autocast(x, x, weight))
+    x, weight = _following_autocast(x, x, weight)
+    if _is_in_graph([port], [weight]):
+        return in_graph.row_linear(port, x, weight, boundary)
+    y: Tensor = _apply(SplitRowLinear, port.sink, boundary, x, weight)
     return y
 
 
-def _following_autocast(x: Tensor, *operands: Tensor | None) -> tuple[Tensor | None, ...]:
-    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
+def embedding(port: Port, indices: Tensor, weight: Tensor, padding_idx: int = -1) -> Tensor:
+    """Apply F.embedding, dense; the port's sink gets the gradient of weight if it takes it. padding_idx: -1 for none."""
+    if _is_in_graph([port], [weight]):
+        return in_graph.embedding(port, indices, weight, padding_idx)
+    y: Tensor = _apply(SplitEmbedding, port.sink, indices, weight, padding_idx)
+    return y
+
+
+def _following_autocast(x: Tensor, *operands: Any) -> tuple[Any, ...]:
+    dtype = autocast_dtype(x)
+    if dtype is None:
         return operands
-    dtype = torch.get_autocast_dtype(x.device.type)
-    return tuple(x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in operands)
+    return tuple(y if y is None or y.dtype == torch.float64 else y.to(dtype) for y in operands)
 
 
-def embedding(sink: GradientSink, indices: Tensor, weight: Tensor, padding_idx: int = -1) -> Tensor:
-    """Apply F.embedding, dense; `sink` gets the gradient of weight if it takes it. padding_idx: -1 for none."""
-    y: Tensor = SplitEmbedding.apply(sink, indices, weight, padding_idx)
-    return y
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype in which autocast lets a linear layer compute with x; None where it is not enabled."""
+    if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+        return None  # the meta device has no autocast state
+    return torch.get_autocast_dtype(x.device.type)
 
 
-COMPILE_REASON = "parallel3d splits the backward of this layer; compile without fullgraph"
+def _is_in_graph(ports: Sequence[Port], weights: Sequence[Any]) -> bool:
+    """Return whether layers are compiled, and with ports that let out all gradients that they need."""
+    if not torch.compiler.is_compiling():
+        return False
+    tokens = [port.token for port in ports]
+    needed = [weight.requires_grad for weight in weights]
+    return all(token is not None and token.requires_grad >= need for token, need in zip(tokens, needed, strict=True))
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    return _outside_graph(function, *args) if torch.compiler.is_compiling() else function.apply(*args)
+
+
+@torch.compiler.disable(reason="a layer of parallel3d that no engine has compiled")
+def _outside_graph(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Break the graph at a layer without an open port: inside it the whole backward would run at BACKWARD_INPUT."""
+    return function.apply(*args)
 
 
 class SplittableLayer(nn.Module):
-    """A layer that computes by `linears`, `row_linear` or `embedding` with its `sink`, which make_splittable sets."""
+    """A layer that computes by `linears`, `row_linear` or `embedding` with its `port`, which make_splittable sets."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.sink = GradientSink()
+        self.port = Port(GradientSink())
 
 
 class _SplitForward:
@@ -250,28 +217,23 @@ class _SplitForward:
     It is an object, not a closure: a copy or pickle of the layer must call the copy, whose parameters no sink knows.
     """
 
-    def __init__(self, layer: nn.Module, sink: GradientSink):
-        self._layer, self._sink = layer, sink
+    def __init__(self, layer: Any, port: Port):
+        self._layer, self.port = layer, port
         self._ordinary = type(layer).forward
-        # torch.compile breaks its graph here: inside one, the whole backward would run at BACKWARD_INPUT.
-        self._outside_graph = torch.compiler.disable(self._split, reason=COMPILE_REASON)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._layer, self._sink)
+        return type(self), (self._layer, self.port)
 
     def __call__(self, input: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and _splits(self._layer, input):
-            return self._outside_graph(input)
-        return self._ordinary(self._layer, input)
-
-    def _split(self, x: Tensor) -> Tensor:
-        layer: Any = self._layer
-        if not self._sink.takes(layer.weight) or torch._C._are_functorch_transforms_active():
-            return self._ordinary(layer, x)
+        layer, port = self._layer, self.port
+        if not (torch.is_grad_enabled() and _splits(layer, input)) or torch._C._are_functorch_transforms_active():
+            return self._ordinary(layer, input)
+        weight: Any = layer.weight
+        if not (_is_in_graph([port], [weight]) if torch.compiler.is_compiling() else port.sink.takes(weight)):
+            return self._ordinary(layer, input)
         if isinstance(layer, nn.Linear):
-            (y,) = SplitLinears.apply((self._sink,), NO_BOUNDARY, x, layer.weight, layer.bias)
-            return y
-        return SplitEmbedding.apply(self._sink, x, layer.weight, -1 if layer.padding_idx is None else layer.padding_idx)
+            return linear(port, input, weight, layer.bias)
+        return embedding(port, input, weight, -1 if layer.padding_idx is None else layer.padding_idx)
 
 
 # Includes FakeTensor, so that a traced layer splits as in training.
@@ -319,12 +281,24 @@ def make_splittable(module: nn.Module, sink: GradientSink) -> None:
     That includes SplittableLayers, and plain layers: instances without a `forward` of their own whose class has that of
     nn.Linear or nn.Embedding (dense, without max_norm and scale_grad_by_freq). Outside of `sink.deferring` and `sink.fusing`
     they compute the same as before. A call of a plain layer is not split if its weight is frozen, parametrized or in no sink,
-    under autocast or under torch.func; torch.compile breaks its graph at any other call. Idempotent; another sink replaces
-    the first.
+    under autocast or under torch.func. Idempotent; another sink replaces the first.
     """
     for layer in module.modules():
         if isinstance(layer, SplittableLayer):
-            layer.sink = sink
+            layer.port = Port(sink)
         own = vars(layer).get("forward")
         if _can_split(layer) and (own is None or isinstance(own, _SplitForward)):
-            layer.forward = _SplitForward(layer, sink)
+            layer.forward = _SplitForward(layer, Port(sink))
+
+
+def open_ports(module: nn.Module, sink: GradientSink) -> None:
+    """Let torch.compile take the layers inside `module` into its graphs, with the parameters that they have now.
+
+    sink: takes the gradients of SplittableLayers; plain layers keep that of make_splittable, if they have one.
+    """
+    for layer in module.modules():
+        own = layer if isinstance(layer, SplittableLayer) else vars(layer).get("forward")
+        if own is layer:
+            layer.port = Port(sink)
+        if isinstance(own, (SplittableLayer, _SplitForward)):
+            own.port.open(layer._parameters.get("weight"), layer._parameters.get("bias"))

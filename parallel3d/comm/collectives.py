@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from parallel3d.activity import Activity, Waiting
 from parallel3d.comm.log import LOG
 from parallel3d.comm.values import dump, load
-
-# Reason for graph breaks of torch.compile at collectives that autograd follows.
-COMPILE_REASON = "ranks of parallel3d communicate here; compile without fullgraph"
+from parallel3d.operators import Numbers
 
 
 class AllReduceKernel(Protocol):
@@ -74,6 +72,7 @@ class Group:
 
     - handle: torch's process group; None for a group of one.
     - activity: records what this process waits for.
+    - number: in GROUPS, for operators of compiled graphs.
     - all_reduce_kernel, reduce_scatter_kernel, shard_messages: replacements of the backend, if an engine has opened them for
       this group (by the `use_` methods).
     """
@@ -84,6 +83,9 @@ class Group:
     all_reduce_kernel: AllReduceKernel | None = field(default=None, init=False, compare=False, repr=False)
     reduce_scatter_kernel: ReduceScatterKernel | None = field(default=None, init=False, compare=False, repr=False)
     shard_messages: ShardMessages | None = field(default=None, init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.number = GROUPS.add(self)
 
     def use_all_reduce(self, kernel: AllReduceKernel | None) -> None:
         """All-reduce by this kernel from now on; None: by the backend. The same on every rank."""
@@ -114,6 +116,9 @@ class Group:
     def __deepcopy__(self, memo: Any) -> Group:
         """Return this group: a copy of a layer communicates with the same ranks."""
         return self
+
+
+GROUPS: Numbers[Group] = Numbers()
 
 
 class ImaginedGroup(Group):

@@ -20,7 +20,7 @@ Parts along a dim are equally long; CommunicationError if the group's size doesn
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm import collectives
-from parallel3d.comm.collectives import COMPILE_REASON, Group, Work
+from parallel3d.comm.collectives import GROUPS, Group, Work
 from parallel3d.errors import CommunicationError
+from parallel3d.operators import define
 
 # A collective under way: waits (CUDA: makes the current stream wait) and returns the result.
 Started = Callable[[], Tensor]
@@ -98,10 +99,6 @@ def _join(blocks: Tensor, dim: int) -> Tensor:
     return blocks.movedim(0, dim).flatten(dim, dim + 1)
 
 
-# The forwards of the table, on (x, group) or (x, group, dim).
-_Function = Callable[..., Tensor]
-
-
 def _copy(x: Tensor, group: Group) -> Tensor:
     return x.view_as(x)
 
@@ -137,71 +134,95 @@ def _reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     return start_reduce_scatter(x, group, dim)()
 
 
+# The forwards of the table, on (x, group) or (x, group, dim), each with the name of its backward.
+_TABLE: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "copy": (_copy, "sum"),
+    "sum": (_sum, "copy"),
+    "sum_in_place": (_sum_in_place, "copy"),
+    "gather": (_gather, "own_part"),
+    "own_part": (_own_part, "gather"),
+    "all_gather": (_gather, "reduce_scatter"),
+    "reduce_scatter": (_reduce_scatter, "all_gather"),
+}
+
+
+def _fake(x: Tensor, name: str, group: int, dim: Sequence[int]) -> Tensor:
+    """Return a tensor like the result."""
+    shape, size = list(x.shape), GROUPS[group].size
+    for d in dim:
+        shape[d] = shape[d] * size if "gather" in name else shape[d] // size
+    return x.new_empty(shape)
+
+
+# The collectives in a compiled graph; "copy" needs no operator there.
+_in_graph = define(
+    "collective",
+    "(Tensor x, str name, int group, int[] dim) -> Tensor",
+    lambda x, name, group, dim: _TABLE[name][0](x, GROUPS[group], *dim),
+    _fake,
+)
+
+
 class _Collective(torch.autograd.Function):
-    """Applies `function`; its backward applies `dual`, which is differentiable itself."""
+    """Applies a function of the table; its backward is differentiable itself, but in a compiled graph."""
 
     @staticmethod
-    def forward(ctx: Any, function: _Function, dual: _Function, x: Tensor, group: Group, *dim: int) -> Tensor:
-        ctx.dual, ctx.group, ctx.dim = dual, group, dim
-        if function is _sum_in_place:
+    def forward(ctx: Any, name: str, x: Tensor, group: int, *dim: int) -> Tensor:
+        ctx.transposed, ctx.group, ctx.dim = _TABLE[name][1], group, dim
+        if name == "sum_in_place":
             ctx.mark_dirty(x)
-        return function(x, group, *dim)
+        return _run(name, x, group, *dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, ctx.dual(gradient, ctx.group, *ctx.dim), None, *(None for _ in ctx.dim)
+        run = _run if torch.compiler.is_compiling() else _Collective.apply
+        return None, run(ctx.transposed, gradient, ctx.group, *ctx.dim), None, *(None for _ in ctx.dim)
 
 
-@torch.compiler.disable(reason=COMPILE_REASON)
-def _apply(function: _Function, dual: _Function, x: Tensor, group: Group, *dim: int) -> Any:
-    return _Collective.apply(function, dual, x, group, *dim)
+def _run(name: str, x: Tensor, group: int, *dim: int) -> Tensor:
+    if torch.compiler.is_compiling():
+        y: Tensor = x.view_as(x) if name == "copy" else _in_graph(x, name, group, dim)
+        return y
+    return _TABLE[name][0](x, GROUPS[group], *dim)
+
+
+def _apply(name: str, x: Tensor, group: Group, *dim: int) -> Tensor:
+    y: Tensor = x if group.size == 1 else _Collective.apply(name, x, group.number, *dim)
+    return y
 
 
 def copy_to_region(x: Tensor, group: Group) -> Tensor:
     """x: [...], replicated -> itself, with partial gradients from sharded layers: the backward all-reduces them."""
-    y: Tensor = x if group.size == 1 else _apply(_copy, reduce_from_region, x, group)
-    return y
+    return _apply("copy", x, group)
 
 
 def reduce_from_region(x: Tensor, group: Group) -> Tensor:
     """x: [...], partial -> the sum over the group, replicated."""
-    y: Tensor = x if group.size == 1 else _apply(_sum, copy_to_region, x, group)
-    return y
+    return _apply("sum", x, group)
 
 
 def reduce_from_region_(x: Tensor, group: Group) -> Tensor:
     """Sum as reduce_from_region, in the memory of `x` unless that is a view; for a result that no backward needs."""
-    y: Tensor = x if group.size == 1 else _apply_in_place(x, group)
-    return y
-
-
-@torch.compiler.disable(reason=COMPILE_REASON)
-def _apply_in_place(x: Tensor, group: Group) -> Any:
     # Whether an operation returns a view is not specified; autograd forbids changing some views in place.
-    if x.is_contiguous() and not x._is_view():
-        return _Collective.apply(_sum_in_place, copy_to_region, x, group)
-    return reduce_from_region(x, group)
+    in_place = not torch.compiler.is_compiling() and x.is_contiguous() and not x._is_view()
+    return _apply("sum_in_place" if in_place else "sum", x, group)
 
 
 def gather_from_region(x: Tensor, group: Group, dim: int) -> Tensor:
     """x: [..., n, ...], a shard along `dim` -> [..., n * group.size, ...], replicated, as are its gradients."""
-    y: Tensor = x if group.size == 1 else _apply(_gather, scatter_to_region, x, group, dim)
-    return y
+    return _apply("gather", x, group, dim)
 
 
 def scatter_to_region(x: Tensor, group: Group, dim: int) -> Tensor:
     """x: [..., n * group.size, ...], replicated -> [..., n, ...], this rank's shard along `dim`."""
-    y: Tensor = x if group.size == 1 else _apply(_own_part, gather_from_region, x, group, dim)
-    return y
+    return _apply("own_part", x, group, dim)
 
 
 def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
     """x: [..., n, ...], a shard -> [..., n * group.size, ...], with partial gradients from sharded layers."""
-    y: Tensor = x if group.size == 1 else _apply(_gather, reduce_scatter, x, group, dim)
-    return y
+    return _apply("all_gather", x, group, dim)
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     """x: [..., n * group.size, ...], partial -> [..., n, ...], this rank's shard of the sum along `dim`."""
-    y: Tensor = x if group.size == 1 else _apply(_reduce_scatter, all_gather, x, group, dim)
-    return y
+    return _apply("reduce_scatter", x, group, dim)

@@ -1,8 +1,8 @@
 """Compilation by torch.compile, of each layer separately.
 
-The graph breaks at every linear whose weight gradient goes through the gradient sink (split_backward.py); the operators
-between are compiled. So BACKWARD_INPUT and BACKWARD_WEIGHT can run separately, and weight gradients are added directly to their
-accumulators.
+A layer becomes one graph forward and one backward. Linears and embeddings whose weight gradients go through the gradient sink,
+and collectives, are operators of the graph (in_graph.py, differentiable.py). So BACKWARD_INPUT and BACKWARD_WEIGHT can run
+separately, and weight gradients are added directly to their accumulators.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 
-from parallel3d.autograd.split_backward import COMPILE_REASON as SPLIT
-from parallel3d.autograd.split_backward import is_split
-from parallel3d.comm.collectives import COMPILE_REASON as COLLECTIVE
+from parallel3d.autograd.in_graph import INDUCTOR_OPTIONS
+from parallel3d.autograd.sink import GradientSink
+from parallel3d.autograd.split_backward import is_split, open_ports
 from parallel3d.config import CompileConfig
 from parallel3d.errors import ConfigError
-from parallel3d.kernels.rms_norm import NORM
 from parallel3d.logs import logger
 from parallel3d.pipe.blocks import BlockUnits
 from parallel3d.pipe.layer_choice import choice_rule
@@ -30,12 +29,15 @@ from parallel3d.pipe.module import PipelineModule
 class Compilation:
     """Compiles the layers of this rank, and reports where their graphs break.
 
+    sink: takes the gradients of layers that tensor parallelism has sharded, see open_ports.
     blocks: with ZeRO-3 of a module that is no pipeline, its units, which are compiled instead of the whole module.
     num_layers: the number of compiled layers.
     """
 
-    def __init__(self, model: PipelineModule, config: CompileConfig, blocks: BlockUnits | None = None):
-        self._model, self._config, self._blocks = model, config, blocks
+    def __init__(
+        self, model: PipelineModule, config: CompileConfig, sink: GradientSink, blocks: BlockUnits | None = None
+    ):
+        self._model, self._config, self._sink, self._blocks = model, config, sink, blocks
         self._seen: Counter[str] = Counter()
         self._reports = False
         self.num_layers = 0
@@ -55,6 +57,8 @@ class Compilation:
             torch.compile(lambda x: x, **options)
         except Exception as error:
             raise ConfigError(f"compile: torch.compile does not accept {options}: {error}") from error
+        options = torch_options(options)
+        open_ports(model, self._sink)
         if self._blocks is not None:
             self.num_layers += self._blocks.compile(options)
         for place, module in model.calls.modules() if self._blocks is None else ():
@@ -85,23 +89,32 @@ class Compilation:
         self._reports = False
         breaks = self.breaks()
         if self._model.groups.rank == 0:
-            lines = [f"compiled {self.num_layers} layers of rank 0; their graphs break at linears and collectives"]
-            lines += [f"  and {count} x: {reason}" for reason, count in breaks.items()]
+            lines = [f"compiled {self.num_layers} layers of rank 0"]
+            lines += [f"  a graph broke {count} x: {reason}" for reason, count in breaks.items()]
             logger.info("%s", "\n".join(lines))
 
     def breaks(self) -> Mapping[str, int]:
-        """Return why graphs broke since the last call, other than at split linears and collectives, in all compiled code.
+        """Return why graphs broke since the last call, in all compiled code, and how often.
 
         The reasons are torch's, without the part for torch's own developers.
         """
         now = _graph_breaks()
         new, self._seen = now - self._seen, now
-        others: Counter[str] = Counter()
+        reasons: Counter[str] = Counter()
         for reason, count in new.items():
-            if not any(own in reason for own in (SPLIT, COLLECTIVE, NORM)):
-                # Arguments and addresses would make one reason look like many.
-                others[re.sub(r" at 0x[0-9a-f]+", "", reason.partition(" Developer debug context: ")[0])] += count
-        return others
+            # Arguments and addresses would make one reason look like many.
+            reasons[re.sub(r" at 0x[0-9a-f]+", "", reason.partition(" Developer debug context: ")[0])] += count
+        return reasons
+
+
+def torch_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return these options of torch.compile, for graphs whose tensors may wait in the sink."""
+    if options["backend"] != "inductor":
+        return dict(options)
+    # torch.compile takes either a mode or options.
+    others = {key: value for key, value in options.items() if key not in ("mode", "options")}
+    of_mode = torch._inductor.list_mode_options(options.get("mode", "default"), options.get("dynamic"))
+    return {**others, "options": {**of_mode, **options.get("options", {}), **INDUCTOR_OPTIONS}}
 
 
 def _compiled_loss(loss_fn: Callable[..., Any], tensor_size: int, options: Mapping[str, Any]) -> Callable[..., Any]:

@@ -15,9 +15,6 @@ from torch.autograd.function import once_differentiable
 
 from parallel3d.fake_device import has_memory, on_cuda
 
-NORM = "parallel3d's RMSNorm is one function with the residual path; compile without fullgraph"
-"""Reason for the graph break of torch.compile at the norm."""
-
 _LONGEST = 16384  # elements of a row that a program holds
 _PROGRAMS_A_MULTIPROCESSOR = 4
 _ASSUMED = 132  # multiprocessors, of an H100 or H200, where there is none to ask
@@ -32,10 +29,9 @@ def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]
     return F.rms_norm(x, weight.shape, weight, eps), x
 
 
-@torch.compiler.disable(reason=NORM)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x: [..., n], weight: [n] -> (x / sqrt(mean(x^2) + eps) * weight, x). Differentiable once; use the returned x."""
-    if not _has_kernel(x, weight):
+    if torch.compiler.is_compiling() or not _has_kernel(x, weight):
         return rms_norm_ref(x, weight, eps)
     result: tuple[Tensor, Tensor] = _RMSNorm.apply(x, weight, eps)
     return result

@@ -5,11 +5,14 @@ torch.compile writes the gradient of the fused projection as a concatenation, wh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, library, nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from parallel3d.operators import define
 
 _BLOCK = 1024
 
@@ -49,57 +52,45 @@ def _backward(gradient: Tensor, gate_up: Tensor) -> Tensor:
     return out
 
 
-# Torch.compile and traces on fake tensors see one operator forward and one backward.
-_swiglu = library.custom_op("parallel3d::swiglu", _forward, mutates_args=())
-_swiglu_backward = library.custom_op("parallel3d::swiglu_backward", _backward, mutates_args=())
+# Torch.compile, traces on fake tensors and dispatch modes see one operator forward and one backward.
+_swiglu = define(
+    "swiglu",
+    "(Tensor gate_up) -> Tensor",
+    _forward,
+    lambda gate_up: gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2),
+)
+_swiglu_backward = define(
+    "swiglu_backward",
+    "(Tensor gradient, Tensor gate_up) -> Tensor",
+    _backward,
+    lambda gradient, gate_up: torch.empty_like(gate_up, memory_format=torch.contiguous_format),
+)
 
 
-@_swiglu.register_fake
-def _(gate_up: Tensor) -> Tensor:
-    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-
-
-@_swiglu_backward.register_fake
-def _(gradient: Tensor, gate_up: Tensor) -> Tensor:
-    return torch.empty_like(gate_up, memory_format=torch.contiguous_format)
-
-
-def _keep(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _gradient(ctx: Any, gradient: Tensor) -> Tensor:
-    result: Tensor = torch.ops.parallel3d.swiglu_backward(gradient, *ctx.saved_tensors)
+def _run(operator: Any, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """Run the operator where it is seen; it costs several times as much host time as launching the kernels."""
+    is_plain = all(type(tensor) is Tensor or type(tensor) is nn.Parameter for tensor in tensors)
+    seen = torch.compiler.is_compiling() or not is_plain or torch._C._len_torch_dispatch_stack()
+    result: Tensor = (operator if seen else function)(*tensors)
     return result
 
 
-_swiglu.register_autograd(_gradient, setup_context=_keep)
-
-
 class _SwiGLU(torch.autograd.Function):
-    """The operator without its wrappers, which take several times as much host time as launching the kernels."""
-
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
-        return _forward(gate_up)
+        return _run(_swiglu, _forward, gate_up)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
-        return _backward(gradient, gate_up)
+        return _run(_swiglu_backward, _backward, gradient, gate_up)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """gate_up: [..., 2 n], gate before up -> silu(gate) * up, [..., n]. Differentiable once. arXiv:2002.05202."""
-    is_plain = type(gate_up) is Tensor or type(gate_up) is nn.Parameter
-    result: Tensor
-    # Dispatch modes see one operator too.
-    if torch.compiler.is_compiling() or not is_plain or torch._C._len_torch_dispatch_stack():
-        result = torch.ops.parallel3d.swiglu(gate_up)
-    else:
-        result = _SwiGLU.apply(gate_up)
+    result: Tensor = _SwiGLU.apply(gate_up)
     return result
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parallel3d.autograd.split_backward import autocast_dtype
 from parallel3d.kernels.rotary import rotate
 from parallel3d.kernels.swiglu import swiglu
 from parallel3d.models.config import DecoderConfig
@@ -51,7 +53,7 @@ class _Mixing(nn.Module):
     ) -> Tensor:
         """Apply `mix` to query, key and value, each [batch, seq, a rank's heads * head_dim] -> the shape of the queries.
 
-        rotation, causal: of Tables; passed in because compiled code would have to watch the tables' growth.
+        rotation, causal: of Tables.
         """
         # [batch, seq, heads, head_dim]
         query, key, value = (y.unflatten(-1, (-1, self._head_dim)) for y in projected)
@@ -70,11 +72,6 @@ class _Activation(nn.Module):
         super().__init__()
         self._function, self._gated = _ACTIVATIONS[config.activation], config.gated
         self._is_swiglu = config.gated and config.activation == "silu"
-
-    def compile(self, *args: Any, **options: Any) -> None:
-        """Compile as nn.Module does, if there is more than one kernel to fuse."""
-        if self._gated and not self._is_swiglu:
-            super().compile(*args, **options)
 
     def forward(self, up: Tensor) -> Tensor:
         """Apply the activation, gated if the configuration says so."""
@@ -98,19 +95,29 @@ class _Residual(DecoderLayer):
         return config, config.window(layer), options.get("dtype")
 
     def compile(self, *args: Any, **options: Any) -> None:
-        """Compile as nn.Module does; if nothing fuses around the linears, compile only what lies between two of them.
+        """Compile what runs between the ends of the stream. The tables stay outside, whose growth would be watched."""
+        vars(self)["_run"] = torch.compile(self._run, *args, **options)
 
-        The whole layer's graph would break at each linear, which costs the host nearly what the plain layer does.
-        """
-        config = self.config
-        if config.norm != "rms" or config.residual_dropout or config.attention_dropout:
-            super().compile(*args, **options)
-            return
-        for part in self.children():
-            if isinstance(part, (_Mixing, _Activation)):
-                part.compile(*args, **options)
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle a compiled layer as a plain one, as nn.Module does."""
+        return {name: value for name, value in super().__getstate__().items() if name != "_run"}
 
-    # Not of a Stream: torch.compile of PyTorch 2.11 can't carry a NamedTuple that it made over a break of its graph.
+    def forward(self, x: Travels) -> Travels:
+        """Add to the hidden states."""
+        hidden, attention_mask, position_ids, length = open_stream(x)
+        hidden = self._run(hidden, length, *self._of_tables(hidden, attention_mask, position_ids, length))
+        return close_stream(Stream(hidden, attention_mask, position_ids, length))
+
+    @abstractmethod
+    def _run(self, hidden: Tensor, length: int | None, *of_tables: Any) -> Tensor:
+        """Return the hidden states to which the layer has added. length: of the whole sequence, if hidden is a shard."""
+
+    def _of_tables(
+        self, hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, length: int | None
+    ) -> tuple[Any, ...]:
+        """Return what `_run` needs besides."""
+        return ()
+
     def _add(self, hidden: Tensor, change: Tensor, length: int | None) -> Tensor:
         return hidden + self.dropout(change, length)
 
@@ -144,25 +151,27 @@ class Attention(_Residual):
         self._window = config.window(self._layer)
         super()._make()
 
-    def forward(self, x: Travels) -> Travels:
-        """Add attention to the hidden states."""
-        hidden, attention_mask, position_ids, length = open_stream(x)
-        mixed, hidden = self._mixed(hidden, attention_mask, position_ids, length)
-        hidden = self._add(hidden, self.attention_out(mixed), length)
-        return close_stream(Stream(hidden, attention_mask, position_ids, length))
+    def _run(self, hidden: Tensor, length: int | None, *of_tables: Any) -> Tensor:
+        mixed, hidden = self._mixed(hidden, length, *of_tables)
+        return self._add(hidden, self.attention_out(mixed), length)
 
-    def _mixed(
+    def _of_tables(
         self, hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, length: int | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Any, ...]:
+        """Return rotation, causal mask and attention mask."""
+        seq, device = hidden.shape[1] if length is None else length, hidden.device
+        dtype, seen = autocast_dtype(hidden) or hidden.dtype, 0 if self._past is None else self._past.seen
+        rotation = self._tables.rotary(seq, dtype, device, position_ids) if self.config.rope is not None else None
+        causal = self._tables.causal(seq, device, self._window, attention_mask, position_ids, seen)
+        return rotation, causal, attention_mask
+
+    def _mixed(self, hidden: Tensor, length: int | None, *of_tables: Any) -> tuple[Tensor, Tensor]:
         """Return the output of a rank's heads, and the hidden states to which its projection is added."""
         normed, hidden = normalized(self.attention_norm, hidden)
         projected = column_outputs((self.query, self.key, self.value), normed, length)
-        rotation = self._tables.rotary(projected[0], position_ids) if self.config.rope is not None else None
-        seen = 0 if self._past is None else self._past.seen
-        causal = self._tables.causal(projected[0], self._window, attention_mask, position_ids, seen)
         drops = self.training and self.config.attention_dropout
         mix = self._mix_with_dropout if drops else _mix if self._past is None else self._mix_with_past
-        return self.mixing(projected, rotation, causal, attention_mask, mix), hidden
+        return self.mixing(projected, *of_tables, mix), hidden
 
     def _mix_with_past(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         assert self._past is not None
@@ -192,11 +201,8 @@ class FeedForward(_Residual):
         self.down = RowParallelLinear(ffn, hidden, config.mlp_bias, **options)
         super()._make()
 
-    def forward(self, x: Travels) -> Travels:
-        """Add the feed-forward network to the hidden states."""
-        hidden, attention_mask, position_ids, length = open_stream(x)
-        hidden = self._feed_forward(*normalized(self.mlp_norm, hidden), length)
-        return close_stream(Stream(hidden, attention_mask, position_ids, length))
+    def _run(self, hidden: Tensor, length: int | None, *of_tables: Any) -> Tensor:
+        return self._feed_forward(*normalized(self.mlp_norm, hidden), length)
 
     def _feed_forward(self, normed: Tensor, hidden: Tensor, length: int | None) -> Tensor:
         return self._add(hidden, self.down(self.activation(self.up(normed, length))), length)
@@ -207,13 +213,9 @@ class Block(Attention, FeedForward):
 
     parts = ("attention", "feed_forward")
 
-    def forward(self, x: Travels) -> Travels:
-        """Run attention and feed-forward with their residuals."""
-        hidden, attention_mask, position_ids, length = open_stream(x)
-        mixed, hidden = self._mixed(hidden, attention_mask, position_ids, length)
-        normed, hidden = normalized(self.mlp_norm, self._add(hidden, self.attention_out(mixed), length))
-        hidden = self._feed_forward(normed, hidden, length)
-        return close_stream(Stream(hidden, attention_mask, position_ids, length))
+    def _run(self, hidden: Tensor, length: int | None, *of_tables: Any) -> Tensor:
+        normed, hidden = normalized(self.mlp_norm, super()._run(hidden, length, *of_tables))
+        return self._feed_forward(normed, hidden, length)
 
 
 def _mix(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float = 0.0) -> Tensor:
@@ -224,7 +226,8 @@ def _mix(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout
         value,
         attn_mask=mask,
         dropout_p=dropout,
-        is_causal=mask is None and query.shape[2] > 1,  # a single position sees all of the keys
+        # A single position sees all of the keys. A bool also where torch.compile has symbols for sizes.
+        is_causal=True if mask is None and query.shape[2] > 1 else False,  # noqa: SIM210
         enable_gqa=query.shape[1] != key.shape[1],
     )
 

@@ -76,26 +76,28 @@ class Tables:
         self._rotary: dict[tuple[torch.device, torch.dtype, int], tuple[Tensor, Tensor]] = {}
         self._masks: dict[tuple[torch.device, int | None], Tensor] = {}
 
-    def rotary(self, x: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    def rotary(
+        self, seq: int, dtype: torch.dtype, device: torch.device, position_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return (cos, sin), each [seq, head_dim / 2], or [batch, seq, head_dim / 2] by position_ids [batch or 1, seq].
 
-        x: [batch, seq, ...], for its device and dtype. For positions 0, 1, ... without position_ids.
+        For positions 0, 1, ... without position_ids.
         """
-        rope, seq = self._config.rope, x.shape[1]
+        rope = self._config.rope
         assert rope is not None
         if position_ids is not None:
             # Kind "dynamic" looks at the largest position: only there does the host wait for the device.
             longest = int(position_ids.max()) + 1 if rope.kind == "dynamic" else 0
             cos, sin = self._angles(position_ids, longest)
-            return cos.to(x.dtype), sin.to(x.dtype)
-        key = (x.device, x.dtype, seq if rope.kind == "dynamic" and seq > self._config.max_positions else 0)
+            return cos.to(dtype), sin.to(dtype)
+        key = (device, dtype, seq if rope.kind == "dynamic" and seq > self._config.max_positions else 0)
         known = self._rotary.get(key)
         if known is None or known[0].shape[0] < seq:
             # Not an inference tensor, which a later training step could not use.
             with torch.inference_mode(False):
-                cos, sin = self._angles(torch.arange(seq, device=x.device), seq)
+                cos, sin = self._angles(torch.arange(seq, device=device), seq)
                 # Rounded once, not by every layer.
-                known = self._rotary[key] = cos.to(x.dtype), sin.to(x.dtype)
+                known = self._rotary[key] = cos.to(dtype), sin.to(dtype)
         cos, sin = known
         return (cos, sin) if cos.shape[0] == seq else (cos[:seq], sin[:seq])
 
@@ -112,28 +114,33 @@ class Tables:
         return angles.cos() * scale, angles.sin() * scale
 
     def causal(
-        self, x: Tensor, window: int | None, attention_mask: Tensor | None, position_ids: Tensor | None, seen: int = 0
+        self,
+        seq: int,
+        device: torch.device,
+        window: int | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        seen: int = 0,
     ) -> Tensor | None:
         """Return the mask [seq, seen + seq] that `combined` needs besides an attention mask, or None.
 
         Without an attention mask, positions that don't go on by one begin another document, as in transformers: then the mask
         is [batch or 1, 1, seq, seq], and no position attends to another document.
 
-        x: [batch, seq, ...]. seen: number of positions of the same document before these.
+        seen: number of positions of the same document before these.
         """
-        seq = x.shape[1]
         if seen:
             all_seen = seq == 1 and attention_mask is None and (window is None or window > seen)
-            return None if all_seen else _within(window, seen, seen + seq, x.device)
+            return None if all_seen else _within(window, seen, seen + seq, device)
         window = None if window is None or window >= seq else window
         positions = position_ids if attention_mask is None else None
         if window is None and positions is None and (attention_mask is None or attention_mask.dim() != 2):
             return None
-        known = self._masks.get((x.device, window))
+        known = self._masks.get((device, window))
         if known is None or known.shape[0] < seq:
             with torch.inference_mode(False):
-                known = _within(window, 0, seq, x.device)
-            self._masks[x.device, window] = known
+                known = _within(window, 0, seq, device)
+            self._masks[device, window] = known
         mask = known[:seq, :seq]
         if positions is None:
             return mask

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel3d.comm.collectives import Group
+from parallel3d.comm.collectives import GROUPS, Group
+from parallel3d.operators import define
 from parallel3d.rng import own_stream
 from parallel3d.specs import BuildContext
 from parallel3d.tensor_parallel.regions import SEQUENCE_DIM, scatter_sequence, slicing_group
@@ -41,9 +43,28 @@ class _PartDropout(nn.Dropout):
         if self._draws_whole:
             # Of ones, so that the very operation draws which one process runs; in a half dtype it rounds their scale.
             kept = part_of(F.dropout(x.new_ones(whole_shape), self.p) != 0)
-            return (x * (1 / (1 - self.p) if self.p < 1 else 0.0)).masked_fill(~kept, 0)
-        with own_stream(self._group.index, self._group.size, x.device):
-            return super().forward(x)
+        elif torch.compiler.is_compiling():
+            kept = _own_mask(x, self.p, self._group.number)
+        else:
+            with own_stream(self._group.index, self._group.size, x.device):
+                return super().forward(x)
+        return (x * (1 / (1 - self.p) if self.p < 1 else 0.0)).masked_fill(~kept, 0)
+
+
+def _draw_own_mask(x: Tensor, p: float, group: int) -> Tensor:
+    """Draw which elements of this rank's part of a tensor are kept."""
+    with own_stream(GROUPS[group].index, GROUPS[group].size, x.device):
+        return F.dropout(torch.ones_like(x, memory_format=torch.contiguous_format), p) != 0
+
+
+# A compiled graph has it as one operator, because it can't change the state of a generator and restore it.
+_own_mask = define(
+    "own_dropout_mask",
+    "(Tensor x, float p, int group) -> Tensor",
+    _draw_own_mask,
+    lambda x, p, group: x.new_empty(x.shape, dtype=torch.bool),
+    tags=[torch.Tag.nondeterministic_seeded],
+)
 
 
 class SlicedDropout(_PartDropout):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel3d.autograd.split_backward import COMPILE_REASON, embedding, linear
+from parallel3d.autograd.split_backward import embedding, linear
 from parallel3d.comm import differentiable
 from parallel3d.comm.collectives import Group
 from parallel3d.errors import PartitionError
@@ -66,24 +66,22 @@ class VocabParallelEmbedding(SlicedLayer):
         assert bias is None
         self._hold(sliced(weight, self.cut.slicing(0, self.group.index)), None)
 
-    @torch.compiler.disable(reason=COMPILE_REASON)
     def forward(self, indices: Tensor) -> Tensor:
         """Look up the embeddings of indices."""
         here, own = own_rows(indices, self.num_embeddings, self.start, self.stop)
         padding = own_padding(self.padding_idx, self.start, self.stop)
-        rows = embedding(self.sink, own, self.weight, -1 if padding is None else padding)
+        rows = embedding(self.port, own, self.weight, -1 if padding is None else padding)
         y = rows.masked_fill(~here.unsqueeze(-1), 0)
         if self.sequence_parallel:
             return reduce_scatter_sequence(y, self.group)
         return differentiable.reduce_from_region_(y, self.group)
 
-    @torch.compiler.disable(reason=COMPILE_REASON)
     def logits(self, x: Tensor, length: int | None = None) -> Tensor:
         """x E_r^T, the output layer of tied embeddings: [..., dim] -> [..., this rank's part of the vocabulary].
 
         With sequence_parallel x is a shard of the sequence, length as in ColumnParallelLinear.
         """
-        return linear(self.sink, x, self.weight, None, boundary(self.group, self.sequence_parallel, length))
+        return linear(self.port, x, self.weight, None, boundary(self.group, self.sequence_parallel, length))
 
 
 def check_indices(indices: Tensor, size: int, valid: Tensor | None = None) -> None:

@@ -15,16 +15,8 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from parallel3d.autograd.split_backward import (
-    COMPILE_REASON,
-    NO_BOUNDARY,
-    RegionBoundary,
-    SplittableLayer,
-    has_hooks,
-    linear,
-    linears,
-    row_linear,
-)
+from parallel3d.autograd.products import NO_BOUNDARY, RegionBoundary
+from parallel3d.autograd.split_backward import SplittableLayer, has_hooks, linear, linears, row_linear
 from parallel3d.comm.collectives import Group
 from parallel3d.errors import PartitionError
 from parallel3d.parameters import sliced
@@ -119,13 +111,12 @@ class ColumnParallelLinear(SlicedLayer):
         slicing = self.cut.slicing(0, self.group.index)
         self._hold(sliced(weight, slicing), None if bias is None else sliced(bias, slicing))
 
-    @torch.compiler.disable(reason=COMPILE_REASON)
     def forward(self, x: Tensor, length: int | None = None) -> Tensor:
         """Compute this rank's outputs.
 
         length: of the whole sequence, with sequence_parallel if it may be padded; see regions.py.
         """
-        return self._output(linear(self.sink, x, self.weight, self.bias, self._boundary(length)))
+        return self._output(linear(self.port, x, self.weight, self.bias, self._boundary(length)))
 
     def _boundary(self, length: int | None) -> RegionBoundary:
         return NO_BOUNDARY if self.in_region else boundary(self.group, self.sequence_parallel, length)
@@ -138,20 +129,24 @@ class ColumnParallelLinear(SlicedLayer):
         return gather_features(y, self.cut, self.group) if self.gather_output else y
 
 
-@torch.compiler.disable(reason=COMPILE_REASON)
 def column_outputs(layers: Sequence[ColumnParallelLinear], x: Tensor, length: int | None = None) -> tuple[Tensor, ...]:
     """Return `layer(x, length)` of each of these layers, which differ only in their segments.
 
     x enters their region once. In the backward its gradient is summed in one buffer and communicated once, overlapped with
     all of the layers' weight gradients.
     """
+    first = layers[0]
     # A layer that somebody has put in place of one, or hooks, want to see a call.
     own = all(type(layer) is ColumnParallelLinear and not has_hooks(layer) for layer in layers)
-    if not own or len({(layer.group, layer.sequence_parallel, layer.in_region) for layer in layers}) > 1:
+    if not own or any(
+        layer.group is not first.group
+        or layer.sequence_parallel != first.sequence_parallel
+        or layer.in_region != first.in_region
+        for layer in layers
+    ):
         return tuple(layer(x, length) for layer in layers)
-    first = layers[0]
     pairs = [(layer.weight, layer.bias) for layer in layers]
-    outputs = linears([layer.sink for layer in layers], x, pairs, first._boundary(length))
+    outputs = linears([layer.port for layer in layers], x, pairs, first._boundary(length))
     return tuple(layer._output(y) for layer, y in zip(layers, outputs, strict=True))
 
 
@@ -195,13 +190,12 @@ class RowParallelLinear(SlicedLayer):
         if bias is not None and self.sequence_parallel:
             sum_gradients_over([bias], self.group)
 
-    @torch.compiler.disable(reason=COMPILE_REASON)
     def forward(self, x: Tensor) -> Tensor:
         """Multiply this rank's features and reduce over the ranks."""
         if not self.input_is_parallel:
             x = scatter_features(x, self.cut, self.group)
         length = sequence_length(x) if self.sequence_parallel else None
-        y = row_linear(self.sink, x, self.weight, boundary(self.group, self.sequence_parallel, length))
+        y = row_linear(self.port, x, self.weight, boundary(self.group, self.sequence_parallel, length))
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 

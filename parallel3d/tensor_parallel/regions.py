@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel3d.autograd.split_backward import NO_BOUNDARY, Factors, Pair, RegionBoundary, multiply, rows_of
+from parallel3d.autograd.products import NO_BOUNDARY, Factors, Pair, RegionBoundary, multiply, rows_of
 from parallel3d.comm import differentiable
-from parallel3d.comm.collectives import Group
+from parallel3d.comm.collectives import GROUPS, Group
 from parallel3d.comm.differentiable import Started
 from parallel3d.comm.environment import get_rank
 from parallel3d.errors import CommunicationError, PartitionError
@@ -161,6 +161,16 @@ class ReplicatedBoundary(RegionBoundary):
 
     group: Group
 
+    @property
+    def described(self) -> tuple[str, int, int | None]:
+        """The arguments of an operator."""
+        return "ReplicatedBoundary", self.group.number, None
+
+    @classmethod
+    def of(cls, group: int, length: int | None) -> ReplicatedBoundary:
+        """Return the boundary of the group with this number."""
+        return cls(GROUPS[group])
+
     def enter(self, x: Tensor) -> Started:
         """[..., hidden], replicated, as it is."""
         if torch.is_grad_enabled():
@@ -205,6 +215,26 @@ class SequenceBoundary(RegionBoundary):
 
     group: Group
     length: int | None
+
+    @property
+    def described(self) -> tuple[str, int, int | None]:
+        """The arguments of an operator."""
+        return "SequenceBoundary", self.group.number, self.length
+
+    @classmethod
+    def of(cls, group: int, length: int | None) -> SequenceBoundary:
+        """Return the boundary of the group with this number."""
+        return cls(GROUPS[group], length)
+
+    def entered(self, shape: Sequence[int]) -> Sequence[int]:
+        """[..., shard, in] -> [..., length, in]."""
+        *others, shard, features = shape
+        return *others, shard * self.group.size if self.length is None else self.length, features
+
+    def left(self, shape: Sequence[int]) -> Sequence[int]:
+        """[..., length, out] -> [..., shard, out]."""
+        *others, seq, features = shape
+        return *others, -(-seq // self.group.size), features
 
     def _by_copies(self, x: Tensor, shard: int) -> ShardProducts | None:
         """Return what overlaps the communication of x with matrix products, or None if it runs as collectives.

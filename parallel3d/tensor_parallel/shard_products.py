@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parallel3d.autograd.split_backward import Factors, Pair, multiply, rows_of
+from parallel3d.autograd.products import Factors, Pair, multiply, rows_of
 from parallel3d.comm.collectives import Group, ShardMessages
 from parallel3d.comm.differentiable import Started
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from parallel3d.autograd.sink import GradientSink
 from parallel3d.autograd.split_backward import make_splittable
-from parallel3d.comm import collectives
+from parallel3d.comm import collectives, differentiable
 from parallel3d.comm.collectives import Group, Work
 from parallel3d.comm.differentiable import reduce_from_region, reduce_from_region_
 from parallel3d.parameters import Slicing, slicing_of
@@ -751,6 +751,35 @@ def test_slices_take_their_parts_of_one_mask_where_asked(run_ranks, what: str):
         assert torch.equal(first, wanted)
         assert torch.equal(second, wanted_next)
         assert not torch.equal(first, second)
+
+
+def check_region_in_a_graph() -> None:
+    """Compare all collectives and dropout of shards, which draws twice, compiled in one graph and not."""
+    group = world()
+    dropout = SequenceDropout(0.5, group=group)
+
+    def region(x: Tensor) -> Tensor:
+        x = differentiable.copy_to_region(x.sin(), group)
+        x = differentiable.reduce_scatter(x * group.index, group, -2)
+        x = dropout(dropout(x).cos())
+        x = differentiable.all_gather(x, group, -2).exp()
+        x = differentiable.scatter_to_region(x, group, -1)
+        x = differentiable.gather_from_region(x.sin(), group, -1)
+        return reduce_from_region_(x * x, group)
+
+    results = []
+    for run in (region, torch.compile(region, backend="aot_eager", fullgraph=True)):
+        torch.manual_seed(5)
+        x = torch.randn(2, 6, 4, dtype=torch.float64).requires_grad_()
+        y = run(x)
+        y.sin().sum().backward()
+        results.append((y, x.grad, torch.rand(3)))
+    for plain, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, plain, rtol=0, atol=0)
+
+
+def test_collectives_and_dropout_of_shards_do_not_break_a_graph(run_ranks) -> None:
+    run_ranks(2, check_region_in_a_graph)
 
 
 def draw_in_slices() -> tuple[Tensor, Tensor, Tensor]:

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from parallel3d.autograd.recipes import Product, Value
 from parallel3d.autograd.sink import GradientSink
-from parallel3d.autograd.split_backward import make_splittable
+from parallel3d.autograd.split_backward import make_splittable, open_ports
 from parallel3d.errors import ExecutionError
 
 WIDTH, WORDS = 6, 9
@@ -124,6 +124,13 @@ def compiled(backend: str) -> nn.Module:
     block = nn.Sequential(linear(), nn.GELU(), nn.LayerNorm(WIDTH), linear(False))
     block.compile(backend=backend)
     return nn.Sequential(linear(), block, nn.Tanh(), linear())
+
+
+def compiled_embedding() -> nn.Module:
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Embedding(WORDS, WIDTH, padding_idx=1), linear())
+    model.compile(backend="aot_eager", fullgraph=True)
+    return model
 
 
 def hooked_by_user() -> nn.Module:
@@ -234,6 +241,7 @@ CASES = {
     "user's hooks": Case(hooked_by_user, x(2), "0.bias 1.weight 2"),
     "compiled, eager": Case(lambda: compiled("eager"), x(2, 3), "0 1.0 1.3 3"),
     "compiled, aot_eager": Case(lambda: compiled("aot_eager"), x(2, 3), "0 1.0 1.3 3"),
+    "compiled, embedding": Case(compiled_embedding, lambda: odd_indices(4, 3), "0 1"),
 }
 
 
@@ -248,6 +256,7 @@ class Run:
             self.sink.attach(p, partial(self._transient, p) if transient else gradient, overwrites=transient)
         self._arrived: set[nn.Parameter] = set()
         make_splittable(model, self.sink)
+        open_ports(model, self.sink)
         # What the sink has reported, and the accumulators at that time.
         self.completed: list[str] = []
         self.at_completion: dict[str, Tensor] = {}
@@ -678,16 +687,35 @@ def test_layers_and_sinks_are_garbage_once_dropped() -> None:
     assert [r() for r in references] == [None] * len(references)
 
 
-def test_a_compiled_graph_breaks_only_where_a_backward_is_split() -> None:
+def test_gradients_leave_a_graph_as_the_backward_asks_for_them() -> None:
+    """By autograd.grad, by a user's hook, and after a layer was frozen; what one backward left is not in the next."""
     torch.compiler.reset()
-    run, x = Run(nn.Sequential(linear(), nn.GELU())), torch.randn(2, WIDTH)
-    whole = torch.compile(run.model, backend="eager", fullgraph=True)
-    with torch.no_grad():
-        assert torch.equal(whole(x), run.model(x))
-    with pytest.raises(Exception, match="compile without fullgraph"):
-        whole(x)
-    frozen(run.model)
-    assert torch.equal(whole(x), run.model(x))
+    run, x = Run(nn.Sequential(linear(), nn.GELU(), linear()).double()), torch.randn(2, WIDTH).double()
+    plain = copy.deepcopy(run.model)
+    run.model.compile(backend="aot_eager", fullgraph=True)
+    for model in (run.model, plain):
+        model[2].weight.register_hook(lambda gradient: 2 * gradient)
+
+    def check_grad(*wanted: str) -> None:
+        found, expected = (
+            torch.autograd.grad(model(x).square().sum(), [model.get_parameter(name) for name in wanted])
+            for model in (run.model, plain)
+        )
+        for gradient, other in zip(found, expected, strict=True):
+            assert torch.equal(gradient, other)
+
+    check_grad("0.weight")
+    check_grad("2.bias", "0.bias")
+    run.backward("fused", 0, run.model(x))
+    plain(x).square().sum().backward()
+    run.check(plain)
+    frozen(run.model[0])
+    frozen(plain[0])
+    run.backward("deferred", 0, run.model(x))
+    assert run.pending(0) == {"2.bias"}, "the hook sees the weight's gradient at once"
+    run.sink.run_deferred(0)
+    plain(x).square().sum().backward()
+    run.check(plain)
 
 
 @pytest.mark.gpu

@@ -1,8 +1,10 @@
-"""Compiled blocks compute what plain ones do, without a graph that breaks where only what lies between linears fuses."""
+"""A compiled block is one graph, computes what a plain one does, and leaves its weight gradients to the sink."""
 
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NoReturn
 
 import pytest
@@ -10,19 +12,25 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.autograd.sink import GradientSink
-from parallel3d.autograd.split_backward import make_splittable
+from parallel3d.autograd.split_backward import make_splittable, open_ports
+from parallel3d.engine.compile import torch_options
 from parallel3d.models import DecoderConfig
 from parallel3d.models.blocks import Block
 from parallel3d.models.tables import Tables
 
 SIZES = {"vocab_size": 8, "hidden_size": 16, "ffn_size": 24, "num_layers": 1, "num_heads": 4}
-ONLY_BETWEEN_LINEARS = {
+OPTIONS = {
     "llama": {},
-    "grouped queries, window": {"num_kv_heads": 2, "windows": (3,)},
-    "gelu": {"activation": "gelu_tanh"},
-    "ungated": {"activation": "relu", "gated": False},
+    "grouped queries, window, gelu": {"num_kv_heads": 2, "windows": (3,), "activation": "gelu_tanh"},
+    "layer norm, biases, ungated": {
+        "norm": "layer",
+        "qkv_bias": True,
+        "attention_out_bias": True,
+        "mlp_bias": True,
+        "activation": "relu",
+        "gated": False,
+    },
 }
-BESIDES = {"layer norm": {"norm": "layer"}, "dropout": {"residual_dropout": 0.1}}
 
 
 def make_block(options: dict[str, Any]) -> Block:
@@ -31,39 +39,57 @@ def make_block(options: dict[str, Any]) -> Block:
     return Block(config, 0, Tables(config))
 
 
-def train(block: nn.Module) -> list[Tensor]:
-    """The output of a forward and all gradients of its backward, those of weights deferred."""
+def train(block: nn.Module, mode: str = "deferred") -> list[Tensor]:
+    """The output of a forward and all gradients of its backward."""
     sink = GradientSink()
     make_splittable(block, sink)
+    open_ports(block, sink)
     totals = {p: torch.zeros_like(p) for p in block.parameters()}
     for parameter, total in totals.items():
         sink.attach(parameter, total)
     sink.open()
-    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1)).to(next(iter(totals))).requires_grad_()
     y = block(x)
-    with sink.deferring("here"):
+    contexts = {"whole": nullcontext, "fused": sink.fusing, "deferred": partial(sink.deferring, "here")}
+    context: AbstractContextManager[None] = contexts[mode]()
+    with context:
         y.sin().sum().backward()
+    linears = {p for p in totals if p.dim() == 2}
+    assert sink.pending("here") >= (linears if mode == "deferred" else set())
     sink.run_deferred("here")
     assert x.grad is not None
     return [y.detach(), x.grad, *totals.values()]
 
 
-@pytest.mark.parametrize("options", ONLY_BETWEEN_LINEARS.values(), ids=ONLY_BETWEEN_LINEARS)
-def test_a_compiled_block_breaks_no_graph_and_equals_a_plain_one(options: dict[str, Any]):
-    torch.compiler.reset()
-    plain, compiled = make_block(options), make_block(options)
-    compiled.compile(backend="aot_eager", fullgraph=True)
-    for got, wanted in zip(train(compiled), train(plain), strict=True):
-        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Making inductor's kernels takes a minute."""
+    if "backend" in metafunc.fixturenames:
+        full = metafunc.config.getoption("full")
+        metafunc.parametrize("backend", ["aot_eager", "inductor"] if full else ["aot_eager"])
 
 
-@pytest.mark.parametrize("options", BESIDES.values(), ids=BESIDES)
-def test_what_fuses_with_the_residual_is_compiled_in_one_with_it(options: dict[str, Any]):
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_compiled_block_breaks_no_graph_and_equals_a_plain_one(options: dict[str, Any], backend: str):
+    """Bitwise, but for the order of inductor's sums. It must leave the tensors of deferred gradients alone."""
     torch.compiler.reset()
-    block = make_block(options)
-    block.compile(backend="aot_eager", fullgraph=True)
-    with pytest.raises(Exception, match="compile without fullgraph"):
+    exact = backend == "aot_eager"
+    plain, compiled = (make_block(options).to(torch.float32 if exact else torch.float64) for _ in range(2))
+    compiled.compile(**torch_options({"backend": backend}), fullgraph=True)
+    for mode in ("deferred", "fused", "whole"):
+        for got, wanted in zip(train(compiled, mode), train(plain, mode), strict=True):
+            tolerance = 0 if exact else 1e-12
+            torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_blocks_share_their_graph():
+    torch.compiler.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    for _ in range(3):
+        block = make_block({"residual_dropout": 0.1})
+        block.compile(backend="aot_eager", fullgraph=True)
         train(block)
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_a_copy_of_a_compiled_block_is_a_plain_one():

@@ -1,0 +1,267 @@
+"""Linear and embedding layers inside the graphs of torch.compile, where weight gradients go to a sink too.
+
+A graph has one operator for the forward of such a layer and one for its backward, each of which runs the code of the
+layer outside of graphs. The backward's operator gives weight gradients to a `Port`, which adds them to their accumulators,
+queues them, or hands them to autograd. So the layer does not break the graph, and its backward is split.
+
+The tensors of queued gradients outlive the graph's own use of them, so it must not write into their memory: INDUCTOR_OPTIONS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel3d.autograd.products import Pair, RegionBoundary, backward_of_linears, rows_of
+from parallel3d.autograd.recipes import Product, Recipe, RowSum, Scatter
+from parallel3d.autograd.sink import GradientSink
+from parallel3d.operators import Numbers, define
+
+# Options without which inductor would write into buffers that it thinks nobody reads any more, or a replay would.
+INDUCTOR_OPTIONS = {"allow_buffer_reuse": False, "inplace_buffers": False, "triton.cudagraphs": False}
+
+
+class Port:
+    """Way of the gradients of one layer's parameters out of a graph.
+
+    In place of the parameters, `token` is the graph's input that requires gradients: an empty tensor whose node in autograd's
+    graph leads to the parameters. So autograd knows when all gradients of a parameter have come, which of them the backward
+    under way needs, and gets those that the sink does not take.
+
+    - token: None until `open`; on the parameters' device, where their gradients are accumulated by the same thread.
+    - number: in PORTS, as a tensor on the CPU: the graph has it as an input, so that all layers of a kind share one graph.
+    """
+
+    def __init__(self, sink: GradientSink):
+        self.sink = sink
+        self.token: Tensor | None = None
+        self.number = torch.tensor(PORTS.add(self), device="cpu")
+        self._parameters: list[Tensor | None] = []
+        self._edges: list[Any] = []
+        self._values: list[Tensor | None] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle a port as a closed one."""
+        return Port, (self.sink,)
+
+    def open(self, weight: Tensor | None, bias: Tensor | None = None) -> None:
+        """Let gradients of these parameters out, as far as they require them now."""
+        self._parameters = [p if p is not None and p.requires_grad else None for p in (weight, bias)]
+        self._values = [None, None]
+        needed = [p for p in self._parameters if p is not None]
+        self.token = _Token.apply(int(self.number), *needed) if needed else torch.empty(0)
+        node: Any = self.token.grad_fn
+        edges = iter(node.next_functions if needed else ())
+        self._edges = [None if p is None else next(edges) for p in self._parameters]
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the backward under way needs gradients of the parameters."""
+        node = self.token.grad_fn if self.token is not None else None
+        return node is not None and torch._C._will_engine_execute_node(node)
+
+    @property
+    def needs_weight(self) -> bool:
+        """Whether the backward under way needs the weight's gradient."""
+        return self._parameters[0] is not None and self.is_reached
+
+    def give(self, *recipes: Recipe | None) -> None:
+        """Give gradients of the weight and of the bias to the sink; what it doesn't take is left for autograd."""
+        for k, recipe in enumerate(recipes if self.is_reached else ()):
+            parameter: Any = self._parameters[k]
+            # PyTorch 2.11 does not compile anew when a parameter is frozen.
+            if recipe is None or parameter is None or not parameter.requires_grad:
+                continue
+            value = self.sink.route(parameter, self._edges[k], recipe)
+            if value is not None:
+                before = self._values[k]
+                self._values[k] = value if before is None else before + value
+
+    def take_values(self) -> list[Tensor | None]:
+        """Return what is left for autograd, of each parameter that requires gradients."""
+        values, self._values = self._values, [None, None]
+        return [value for value, parameter in zip(values, self._parameters, strict=True) if parameter is not None]
+
+
+PORTS: Numbers[Port] = Numbers()
+
+
+class _Token(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, number: int, *parameters: Tensor) -> Tensor:
+        ctx.number = number
+        return parameters[0].new_empty(0, dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *PORTS[ctx.number].take_values()
+
+
+def _of_token(x: Tensor) -> Tensor:
+    """Return the gradient of a token on the device of x."""
+    return x.new_empty(0, dtype=torch.float32)
+
+
+def _boundary(kind: str, group: int, length: int | None) -> RegionBoundary:
+    return RegionBoundary.kinds[kind].of(group, length)
+
+
+def _forward_of_linears(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *boundary: Any
+) -> list[Tensor]:
+    return list(_boundary(*boundary).enter_products(x, list(zip(weights, biases, strict=True))))
+
+
+def _fake_linears(x: Tensor, weights: Sequence[Tensor], biases: Any, *boundary: Any) -> list[Tensor]:
+    entered = _boundary(*boundary).entered(x.shape)
+    return [x.new_empty(*entered[:-1], weight.shape[0]) for weight in weights]
+
+
+def _gradients_of_linears(
+    gradients: Sequence[Tensor | None],
+    x: Tensor,
+    weights: Sequence[Tensor],
+    numbers: Sequence[Tensor],
+    *boundary: Any,
+) -> tuple[Tensor, list[Tensor]]:
+    ports = [PORTS[int(number)] for number in numbers]
+    given = x if any(port.needs_weight for port in ports) else None
+
+    def give(k: int, rows: Tensor, entered: Tensor | None) -> None:
+        ports[k].give(None if entered is None else Product(rows, entered), RowSum(rows))
+
+    hides = not ports[0].sink.is_deferring
+    dx = backward_of_linears(_boundary(*boundary), given, weights, gradients, hides, give)
+    return x.new_empty(0) if dx is None else dx, [_of_token(x) for _ in ports]
+
+
+def _forward_of_row_linear(x: Tensor, weight: Tensor, *boundary: Any) -> Tensor:
+    return _boundary(*boundary).leave_products([(x, weight.t())])()
+
+
+def _fake_row_linear(x: Tensor, weight: Tensor, *boundary: Any) -> Tensor:
+    return x.new_empty(*_boundary(*boundary).left((*x.shape[:-1], weight.shape[0])))
+
+
+def _gradients_of_row_linear(
+    gradient: Tensor, x: Tensor, weight: Tensor, number: Tensor, needs_x: bool, *boundary: Any
+) -> tuple[Tensor, Tensor]:
+    region, dx = _boundary(*boundary), None
+    if needs_x:
+        entered, dx = region.enter_kept(gradient, weight)
+    else:
+        entered = region.enter(gradient)()
+    PORTS[int(number)].give(Product(rows_of(entered), rows_of(x)))
+    return x.new_empty(0) if dx is None else dx, _of_token(x)
+
+
+def _gradients_of_embedding(
+    gradient: Tensor, indices: Tensor, number: Tensor, num_embeddings: int, padding_idx: int
+) -> Tensor:
+    PORTS[int(number)].give(Scatter(gradient, indices, num_embeddings, padding_idx))
+    return _of_token(gradient)
+
+
+_BOUNDARY = "str kind, int group, SymInt? length"
+
+_linears_backward = define(
+    "linears_backward",
+    f"(Tensor?[] gradients, Tensor x, Tensor[] weights, Tensor[] numbers, {_BOUNDARY}) -> (Tensor, Tensor[])",
+    _gradients_of_linears,
+    lambda _, x, weights, numbers, *__: (x.new_empty(x.shape if weights else 0), [_of_token(x) for _ in numbers]),
+)
+_linears = define(
+    "linears",
+    f"(Tensor x, Tensor[] weights, Tensor?[] biases, {_BOUNDARY}) -> Tensor[]",
+    _forward_of_linears,
+    _fake_linears,
+)
+_row_linear_backward = define(
+    "row_linear_backward",
+    f"(Tensor gradient, Tensor x, Tensor weight, Tensor number, bool needs_x, {_BOUNDARY}) -> (Tensor, Tensor)",
+    _gradients_of_row_linear,
+    lambda _, x, weight, number, needs_x, *__: (x.new_empty(x.shape if needs_x else 0), _of_token(x)),
+)
+_row_linear = define(
+    "row_linear",
+    f"(Tensor x, Tensor weight, {_BOUNDARY}) -> Tensor",
+    _forward_of_row_linear,
+    _fake_row_linear,
+)
+_embedding_backward = define(
+    "embedding_backward",
+    "(Tensor gradient, Tensor indices, Tensor number, SymInt num_embeddings, int padding_idx) -> Tensor",
+    _gradients_of_embedding,
+    lambda gradient, *_: _of_token(gradient),
+)
+
+# Functions of autograd around the operators: kernels of operators for autograd cost the host 10 us more a call.
+
+
+class _Linears(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, boundary: tuple[Any, ...], x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        size = len(tensors) // 4
+        weights, biases, _, numbers = (list(tensors[k * size : (k + 1) * size]) for k in range(4))
+        ctx.boundary = boundary
+        ctx.save_for_backward(x, *numbers, *(weights if ctx.needs_input_grad[1] else ()))
+        return tuple(_linears(x, weights, biases, *boundary))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, *others = ctx.saved_tensors
+        numbers, weights, unused = others[: len(gradients)], others[len(gradients) :], [None] * len(gradients)
+        dx, dtokens = _linears_backward(gradients, x, weights, numbers, *ctx.boundary)
+        return None, dx if weights else None, *unused, *unused, *dtokens, *unused
+
+
+class _RowLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, boundary: tuple[Any, ...], x: Tensor, weight: Tensor, token: Tensor, number: Tensor
+    ) -> Tensor:
+        ctx.boundary, ctx.needs_x = boundary, ctx.needs_input_grad[1]
+        ctx.save_for_backward(x, weight, number)
+        y: Tensor = _row_linear(x, weight, *boundary)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dtoken = _row_linear_backward(gradient, *ctx.saved_tensors, ctx.needs_x, *ctx.boundary)
+        return None, dx if ctx.needs_x else None, None, dtoken, None
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, indices: Tensor, weight: Tensor, token: Tensor, number: Tensor, padding_idx: int) -> Tensor:
+        ctx.of_weight = weight.shape[0], padding_idx
+        ctx.save_for_backward(indices, number)
+        return F.embedding(indices, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, _embedding_backward(gradient, *ctx.saved_tensors, *ctx.of_weight), None, None
+
+
+def linears(ports: Sequence[Port], x: Tensor, pairs: Sequence[Pair], boundary: RegionBoundary) -> Sequence[Tensor]:
+    """Do the same as split_backward.linears, in a graph."""
+    weights, biases = [weight for weight, _ in pairs], [bias for _, bias in pairs]
+    tokens, numbers = [port.token for port in ports], [port.number for port in ports]
+    outputs: Sequence[Tensor] = _Linears.apply(boundary.described, x, *weights, *biases, *tokens, *numbers)
+    return outputs
+
+
+def row_linear(port: Port, x: Tensor, weight: Tensor, boundary: RegionBoundary) -> Tensor:
+    """Do the same as split_backward.row_linear, in a graph."""
+    y: Tensor = _RowLinear.apply(boundary.described, x, weight, port.token, port.number)
+    return y
+
+
+def embedding(port: Port, indices: Tensor, weight: Tensor, padding_idx: int) -> Tensor:
+    """Do the same as split_backward.embedding, in a graph."""
+    y: Tensor = _Embedding.apply(indices, weight, port.token, port.number, padding_idx)
+    return y
