@@ -14,11 +14,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from parallel3d.autograd.in_graph import INDUCTOR_OPTIONS
 from parallel3d.autograd.sink import GradientSink
 from parallel3d.autograd.split_backward import is_split, open_ports
-from parallel3d.config import CompileConfig
+from parallel3d.config import SELECTIVE, Config
 from parallel3d.errors import ConfigError
 from parallel3d.logs import logger
 from parallel3d.pipe.blocks import BlockUnits
@@ -34,10 +35,9 @@ class Compilation:
     num_layers: the number of compiled layers.
     """
 
-    def __init__(
-        self, model: PipelineModule, config: CompileConfig, sink: GradientSink, blocks: BlockUnits | None = None
-    ):
-        self._model, self._config, self._sink, self._blocks = model, config, sink, blocks
+    def __init__(self, model: PipelineModule, config: Config, sink: GradientSink, blocks: BlockUnits | None = None):
+        self._model, self._config, self._sink, self._blocks = model, config.compile, sink, blocks
+        self._policy = config.activation_checkpointing.policy
         self._seen: Counter[str] = Counter()
         self._reports = False
         self.num_layers = 0
@@ -47,7 +47,7 @@ class Compilation:
         """Compile the loss, and this rank's layers in place, except bare linears and embeddings; see Engine.compile.
 
         changes: arguments of torch.compile that replace the configuration's. Raises ConfigError for a backend or mode that
-        torch.compile doesn't have.
+        torch.compile doesn't have, and for layers of which attention is to be recomputed.
         """
         model, config = self._model, self._config
         given = {"backend": config.backend, "mode": config.mode, "dynamic": config.dynamic, **changes}
@@ -65,11 +65,21 @@ class Compilation:
             if chosen(place, module) and not is_split(module):
                 module.compile(**options)
                 self.num_layers += 1
+                if self._policy in SELECTIVE:
+                    self._recompute_by_compiler(module)
         if config.layers is None:
             model.wrap_loss(lambda loss_fn: _compiled_loss(loss_fn, model.groups.model.size, options))
         self._seen = _graph_breaks()
         self._note_progress()
         self.is_compiled = self._reports = True
+
+    def _recompute_by_compiler(self, module: nn.Module) -> None:
+        """Leave "cheap" to the compiler, which recomputes element-wise results of a layer by itself."""
+        if self._model.calls.recompute_nothing(module) and self._policy == "attention":
+            raise ConfigError(
+                f'activation_checkpointing.policy "attention" recomputes operators, which the compiled {type(module).__name__} '
+                'has no longer; set it to "cheap" or "full", or leave the layer out of compile.layers'
+            )
 
     def _note_progress(self) -> None:
         """Have each compilation of this process noted as a move, so that a slow first step is not taken for a hang."""

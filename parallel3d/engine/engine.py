@@ -97,7 +97,7 @@ class Engine:
         )
         self._runner.split_backwards(batch_sizes.num_micro_batches)
         self.checkpoints = Checkpoints(model, config.checkpoint, self.update, progress, self.data, self._runner.streams)
-        self.compilation = Compilation(model, config.compile, self.update.reducer.sink, self._runner.blocks)
+        self.compilation = Compilation(model, config, self.update.reducer.sink, self._runner.blocks)
         if config.compile.enabled:
             self.compile()
         self._attribution = Attribution(self, model.groups, config.failures, programs.get, model.device)

@@ -34,6 +34,13 @@ class LayerCalls:
         """Recompute neighbouring layers in groups of `interval`."""
         self._interval = interval
 
+    def recompute_nothing(self, module: nn.Module) -> bool:
+        """Recompute no call of a module any more; return whether one was recomputed."""
+        calls = [call for own in self._calls.values() for call in own if call.module is module]
+        for chunk, own in self._calls.items():
+            self._calls[chunk] = [call._replace(recomputed=False) if call.module is module else call for call in own]
+        return self._interval > 0 and any(call.recomputed for call in calls)
+
     def add(self, chunk: int, calls: Sequence[Call]) -> None:
         """Add a chunk."""
         self._calls[chunk] = list(calls)

@@ -26,15 +26,20 @@ COMPILE = {"enabled": True, "backend": "aot_eager"}
 ACCUMULATION, STEPS = 4, 3
 
 
-def train(stages: int, schedule: str, checkpointing: int, stage: int) -> tuple[Run, bool, str, int]:
+def train(stages: int, schedule: str, checkpointing: int | str, stage: int) -> tuple[Run, bool, str, int]:
     """Also the number of graphs that were compiled after the second step."""
-    out = StringIO()
+    out, whole = StringIO(), isinstance(checkpointing, int)
     with redirect_stdout(out):
         engine = make_engine(
             toy.model(tied=True),
             accumulation=ACCUMULATION,
             clipping=CLIPPING,
-            pipeline={"stages": stages, "schedule": schedule, "activation_checkpoint_interval": checkpointing},
+            pipeline={
+                "stages": stages,
+                "schedule": schedule,
+                "activation_checkpoint_interval": checkpointing if whole else None,
+            },
+            activation_checkpointing={"policy": None if whole else checkpointing},
             zero_optimization={"stage": stage, "reduce_bucket_size": 1500, **SHARDED},
             compile=COMPILE,
         )
@@ -53,10 +58,10 @@ def _graphs() -> int:
 
 @pytest.mark.parametrize(
     ("dp", "stages", "schedule", "checkpointing", "stage"),
-    [(1, 2, "zb-h1", 0, 1), (2, 1, "1f1b", 1, 2), (2, 1, "zb-h1", 0, 3), (2, 1, "1f1b", 2, 3)],
+    [(1, 2, "zb-h1", "cheap", 1), (2, 1, "1f1b", 1, 2), (2, 1, "zb-h1", 0, 3), (2, 1, "1f1b", 2, 3)],
 )
 def test_compiled_layers_train_like_one_plain_process(
-    run_ranks, dp: int, stages: int, schedule: str, checkpointing: int, stage: int
+    run_ranks, dp: int, stages: int, schedule: str, checkpointing: int | str, stage: int
 ):
     results = run_ranks(dp * stages, train, stages, schedule, checkpointing, stage)
     wanted = reference_run(STEPS, dp * ACCUMULATION, True, "tensor", True, "SGD", 0.0)
@@ -67,6 +72,11 @@ def test_compiled_layers_train_like_one_plain_process(
     assert "compiled" in printed
     assert "layers of rank 0" in printed
     assert "a graph broke" not in printed
+
+
+def test_attention_is_not_recomputed_in_a_compiled_layer(run_ranks):
+    with pytest.raises(RankError, match=r'policy "attention" recomputes operators.*set it to "cheap"'):
+        run_ranks(1, train, 1, "1f1b", "attention", 0)
 
 
 def test_compiled_slices_train_like_one_plain_process(run_ranks):
