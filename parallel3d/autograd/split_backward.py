@@ -235,7 +235,7 @@ class SplittableLayer(nn.Module):
         self.sink = GradientSink()
 
 
-class _SplitForward:
+class SplitForward:
     """The replacement of one layer's `forward`.
 
     It is an object, not a closure: a copy or pickle of the layer must call the copy, whose parameters no sink knows.
@@ -251,6 +251,7 @@ class _SplitForward:
         return type(self), (self._layer, self._sink)
 
     def __call__(self, input: Tensor) -> Tensor:
+        """Run the layer, so that its backward is split if this call's can be."""
         if torch.is_grad_enabled() and _splits(self._layer, input):
             return self._outside_graph(input)
         return self._ordinary(self._layer, input)
@@ -293,7 +294,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 def is_split(layer: nn.Module) -> bool:
     """Return whether a layer's whole backward is split: there is nothing in it to compile."""
-    return isinstance(layer, SplittableLayer) or isinstance(vars(layer).get("forward"), _SplitForward)
+    return isinstance(layer, SplittableLayer) or isinstance(vars(layer).get("forward"), SplitForward)
 
 
 def _can_split(layer: nn.Module) -> bool:
@@ -317,5 +318,5 @@ def make_splittable(module: nn.Module, sink: GradientSink) -> None:
         if isinstance(layer, SplittableLayer):
             layer.sink = sink
         own = vars(layer).get("forward")
-        if _can_split(layer) and (own is None or isinstance(own, _SplitForward)):
-            layer.forward = _SplitForward(layer, sink)
+        if _can_split(layer) and (own is None or isinstance(own, SplitForward)):
+            layer.forward = SplitForward(layer, sink)

@@ -4,20 +4,23 @@ from parallel3d.config.batch import BatchSizes, batch_sizes, resolve_batch
 from parallel3d.config.layout import Layout, PartialLayout, parse_layout
 from parallel3d.config.load import load, load_sections, read, read_source, without_removed
 from parallel3d.config.pipeline import PipelineConfig, TensorParallelConfig
+from parallel3d.config.precision import (
+    AmpConfig,
+    Bf16Config,
+    DataTypesConfig,
+    Fp8Config,
+    Fp16Config,
+    TorchAutocastConfig,
+)
 from parallel3d.config.schema import (
     ActivationCheckpointingConfig,
-    AmpConfig,
     AttentionConfig,
-    Bf16Config,
     CheckpointConfig,
     CompileConfig,
     Config,
-    DataTypesConfig,
     FailuresConfig,
-    Fp16Config,
     KernelsConfig,
     OptimizerConfig,
     SchedulerConfig,
-    TorchAutocastConfig,
 )
 from parallel3d.config.zero import AioConfig, OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig

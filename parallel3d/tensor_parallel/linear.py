@@ -15,13 +15,13 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from parallel3d.autograd.fp8 import Fp8Linear, fp8_linears
 from parallel3d.autograd.split_backward import (
     COMPILE_REASON,
     NO_BOUNDARY,
     RegionBoundary,
     SplittableLayer,
     has_hooks,
-    linear,
     linears,
     row_linear,
 )
@@ -44,6 +44,7 @@ class SlicedLayer(SplittableLayer, ABC):
     """Layer that is sharded over `group`; attributes of its parameters describe this rank's part."""
 
     group: Group
+    _fp8: Fp8Linear | None = None
     weight: nn.Parameter
     bias: nn.Parameter | None
     # Names of the attributes that the layer's text shows.
@@ -52,6 +53,10 @@ class SlicedLayer(SplittableLayer, ABC):
     @abstractmethod
     def take(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Hold this rank's part of a whole layer's parameters: weight [out, in] or [words, dim], bias [out] or None."""
+
+    def use_fp8(self, fp8: Fp8Linear) -> None:
+        """Compute the products of this linear layer in fp8."""
+        self._fp8 = fp8
 
     def _hold(self, weight: Tensor, bias: Tensor | None) -> None:
         self.register_parameter("weight", cast(nn.Parameter, weight))
@@ -125,7 +130,8 @@ class ColumnParallelLinear(SlicedLayer):
 
         length: of the whole sequence, with sequence_parallel if it may be padded; see regions.py.
         """
-        return self._output(linear(self.sink, x, self.weight, self.bias, self._boundary(length)))
+        (y,) = _outputs([self], x, length)
+        return y
 
     def _boundary(self, length: int | None) -> RegionBoundary:
         return NO_BOUNDARY if self.in_region else boundary(self.group, self.sequence_parallel, length)
@@ -147,11 +153,15 @@ def column_outputs(layers: Sequence[ColumnParallelLinear], x: Tensor, length: in
     """
     # A layer that somebody has put in place of one, or hooks, want to see a call.
     own = all(type(layer) is ColumnParallelLinear and not has_hooks(layer) for layer in layers)
-    if not own or len({(layer.group, layer.sequence_parallel, layer.in_region) for layer in layers}) > 1:
+    if not own or len({(m.group, m.sequence_parallel, m.in_region, m._fp8 is None) for m in layers}) > 1:
         return tuple(layer(x, length) for layer in layers)
-    first = layers[0]
-    pairs = [(layer.weight, layer.bias) for layer in layers]
-    outputs = linears([layer.sink for layer in layers], x, pairs, first._boundary(length))
+    return _outputs(layers, x, length)
+
+
+def _outputs(layers: Sequence[ColumnParallelLinear], x: Tensor, length: int | None) -> tuple[Tensor, ...]:
+    sinks, pairs = [layer.sink for layer in layers], [(layer.weight, layer.bias) for layer in layers]
+    before, fp8 = layers[0]._boundary(length), [layer._fp8 for layer in layers if layer._fp8 is not None]
+    outputs = fp8_linears(fp8, sinks, x, pairs, before) if fp8 else linears(sinks, x, pairs, before)
     return tuple(layer._output(y) for layer, y in zip(layers, outputs, strict=True))
 
 
@@ -201,7 +211,11 @@ class RowParallelLinear(SlicedLayer):
         if not self.input_is_parallel:
             x = scatter_features(x, self.cut, self.group)
         length = sequence_length(x) if self.sequence_parallel else None
-        y = row_linear(self.sink, x, self.weight, boundary(self.group, self.sequence_parallel, length))
+        after = boundary(self.group, self.sequence_parallel, length)
+        if self._fp8 is not None:
+            (y,) = fp8_linears([self._fp8], [self.sink], x, [(self.weight, None)], after=after)
+        else:
+            y = row_linear(self.sink, x, self.weight, after)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
