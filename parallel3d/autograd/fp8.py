@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from parallel3d.autograd.recipes import Product, Recipe, RowSum, Value
 from parallel3d.autograd.sink import GradientSink
-from parallel3d.autograd.split_backward import NO_BOUNDARY, Pair, RegionBoundary, SplitForward, rows_of
+from parallel3d.autograd.split_backward import COMPILE_REASON, NO_BOUNDARY, Pair, RegionBoundary, rows_of
 from parallel3d.comm.collectives import Group
 from parallel3d.config import Fp8Config
 from parallel3d.kernels.fp8 import E4M3, E5M2, Scaled, cast, multiply
@@ -81,12 +82,13 @@ def _nothing() -> None:
 class Fp8Linear:
     """One linear layer in fp8.
 
-    group, dim: the ranks over which it is sharded, and the dim of its weight that is; None for a whole layer. Scales are those
-    of whole tensors, or of their rows, on every rank: the same as on one process.
+    - sink: gets the gradients of its weight and bias that it takes.
+    - group, dim: the ranks over which it is sharded, and the dim of its weight that is; None for a whole layer. Scales are
+      those of whole tensors, or of their rows, on every rank: the same as on one process.
     """
 
-    def __init__(self, fp8: Fp8, group: Group | None = None, dim: int | None = None):
-        self.fp8, self._group, self._dim = fp8, group, dim
+    def __init__(self, fp8: Fp8, sink: GradientSink, group: Group | None = None, dim: int | None = None):
+        self.fp8, self.sink, self._group, self._dim = fp8, sink, group, dim
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _nothing, ()
@@ -121,45 +123,30 @@ def _made(scaled: Scaled | None) -> Scaled:
     return scaled
 
 
+@torch.compiler.disable(reason=COMPILE_REASON)
+def fp8_linear(layer: Fp8Linear, linear: nn.Linear, x: Tensor) -> Tensor:
+    """Do the same as fp8_linears for one layer that is whole; under torch.func, which can't, run it as it is."""
+    if torch._C._are_functorch_transforms_active():
+        return F.linear(x, linear.weight, linear.bias)
+    return fp8_linears([layer], x, [(linear.weight, linear.bias)])[0]
+
+
 def fp8_linears(
     layers: Sequence[Fp8Linear],
-    sinks: Sequence[GradientSink],
     x: Tensor,
     pairs: Sequence[Pair],
     before: RegionBoundary = NO_BOUNDARY,
     after: RegionBoundary = NO_BOUNDARY,
 ) -> tuple[Tensor, ...]:
-    """Apply linear layers to one input in fp8, each with its sink.
+    """Apply linear layers to one input in fp8. The caller excludes itself from torch.compile.
 
     x: input of the boundary `before`, which enters as [..., in]; pairs: weight [out, in] and bias [out] or None of each.
     Returns what leaves `after` of each layer's [..., out], in the dtype of x. Can't be differentiated twice.
     """
     parameters = [parameter for pair in pairs for parameter in pair]
     learns = torch.is_grad_enabled()
-    outputs: tuple[Tensor, ...] = _Linears.apply(tuple(layers), tuple(sinks), before, after, learns, x, *parameters)
+    outputs: tuple[Tensor, ...] = _Linears.apply(tuple(layers), before, after, learns, x, *parameters)
     return outputs
-
-
-class Fp8Forward(SplitForward):
-    """The replacement of the `forward` of an nn.Linear, which runs in fp8. A copy or pickle of the layer does not."""
-
-    def __init__(self, layer: nn.Linear, sink: GradientSink, fp8: Fp8Linear):
-        super().__init__(layer, sink)
-        self._fp8 = fp8
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return SplitForward, (self._layer, self._sink)
-
-    def __call__(self, input: Tensor) -> Tensor:
-        """Run the layer."""
-        return self._outside_graph(input)
-
-    def _split(self, x: Tensor) -> Tensor:
-        layer: Any = self._layer
-        if torch._C._are_functorch_transforms_active():
-            return self._ordinary(layer, x)
-        (y,) = fp8_linears([self._fp8], [self._sink], x, [(layer.weight, layer.bias)])
-        return y
 
 
 class _Linears(torch.autograd.Function):
@@ -173,7 +160,6 @@ class _Linears(torch.autograd.Function):
     def forward(
         ctx: Any,
         layers: Sequence[Fp8Linear],
-        sinks: Sequence[GradientSink],
         before: RegionBoundary,
         after: RegionBoundary,
         learns: bool,
@@ -181,11 +167,11 @@ class _Linears(torch.autograd.Function):
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.layers, ctx.sinks, ctx.before, ctx.after, ctx.parameters = layers, sinks, before, after, parameters
+        ctx.layers, ctx.before, ctx.after, ctx.parameters = layers, before, after, parameters
         weights: Any = parameters[::2]
         entered, fp8 = before.enter(x)(), layers[0].fp8
         ctx.shape = entered.shape
-        needs_weight = learns and any(ctx.needs_input_grad[6::2])
+        needs_weight = learns and any(ctx.needs_input_grad[5::2])
         keeps_cast = needs_weight and fp8.casts_for_weight and entered is x
         rows, columns = layers[0].cast_input(rows_of(entered), True, keeps_cast)
         kept = (x if needs_weight else None, None) if columns is None else (columns.values, columns.inverse_scale)
@@ -200,11 +186,11 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        needs_x, *needs = ctx.needs_input_grad[5:]
+        needs_x, *needs = ctx.needs_input_grad[4:]
         dparameters: list[Tensor | None] = [None] * len(needs)
         used = [(k, gradient) for k, gradient in enumerate(gradients) if gradient is not None]
         if not used:
-            return (None,) * 6 + tuple(dparameters)
+            return (None,) * 5 + tuple(dparameters)
         kept, inverse_scale, *weights = ctx.saved_tensors
         needs_weight, casts_for_weight = any(needs[2 * k] for k, _ in used), ctx.layers[0].fp8.casts_for_weight
         entering = ctx.before.enter(kept) if needs_weight and inverse_scale is None else None
@@ -232,7 +218,7 @@ class _Linears(torch.autograd.Function):
                     recipe = Product(rows[k], x)
                 else:
                     recipe = ScaledProduct(transposed, _made(columns), weight.dtype)
-                dparameters[2 * k] = ctx.sinks[k].route(weight, edge_of[2 * k], recipe)
+                dparameters[2 * k] = ctx.layers[k].sink.route(weight, edge_of[2 * k], recipe)
             if needs[2 * k + 1]:
-                dparameters[2 * k + 1] = ctx.sinks[k].route(bias, edge_of[2 * k + 1], RowSum(rows[k]))
-        return (None,) * 5 + (leaving() if needs_x else None,) + tuple(dparameters)
+                dparameters[2 * k + 1] = ctx.layers[k].sink.route(bias, edge_of[2 * k + 1], RowSum(rows[k]))
+        return (None,) * 4 + (leaving() if needs_x else None,) + tuple(dparameters)

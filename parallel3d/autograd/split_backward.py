@@ -235,7 +235,7 @@ class SplittableLayer(nn.Module):
         self.sink = GradientSink()
 
 
-class SplitForward:
+class _SplitForward:
     """The replacement of one layer's `forward`.
 
     It is an object, not a closure: a copy or pickle of the layer must call the copy, whose parameters no sink knows.
@@ -244,14 +244,20 @@ class SplitForward:
     def __init__(self, layer: nn.Module, sink: GradientSink):
         self._layer, self._sink = layer, sink
         self._ordinary = type(layer).forward
+        self._instead: Callable[[Tensor], Tensor] | None = None
         # torch.compile breaks its graph here: inside one, the whole backward would run at BACKWARD_INPUT.
         self._outside_graph = torch.compiler.disable(self._split, reason=COMPILE_REASON)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._layer, self._sink)
 
+    def compute_by(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Let calls of this layer, but not of its copies, run another function."""
+        self._instead = function
+
     def __call__(self, input: Tensor) -> Tensor:
-        """Run the layer, so that its backward is split if this call's can be."""
+        if self._instead is not None:
+            return self._instead(input)
         if torch.is_grad_enabled() and _splits(self._layer, input):
             return self._outside_graph(input)
         return self._ordinary(self._layer, input)
@@ -294,7 +300,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 def is_split(layer: nn.Module) -> bool:
     """Return whether a layer's whole backward is split: there is nothing in it to compile."""
-    return isinstance(layer, SplittableLayer) or isinstance(vars(layer).get("forward"), SplitForward)
+    return isinstance(layer, SplittableLayer) or isinstance(vars(layer).get("forward"), _SplitForward)
 
 
 def _can_split(layer: nn.Module) -> bool:
@@ -318,5 +324,5 @@ def make_splittable(module: nn.Module, sink: GradientSink) -> None:
         if isinstance(layer, SplittableLayer):
             layer.sink = sink
         own = vars(layer).get("forward")
-        if _can_split(layer) and (own is None or isinstance(own, SplitForward)):
-            layer.forward = SplitForward(layer, sink)
+        if _can_split(layer) and (own is None or isinstance(own, _SplitForward)):
+            layer.forward = _SplitForward(layer, sink)

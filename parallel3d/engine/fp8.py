@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from parallel3d.autograd.fp8 import Fp8, Fp8Forward, Fp8Linear
+from parallel3d.autograd.fp8 import Fp8, Fp8Linear, fp8_linear
 from parallel3d.autograd.sink import GradientSink
-from parallel3d.autograd.split_backward import SplitForward
+from parallel3d.autograd.split_backward import is_split, make_splittable
 from parallel3d.comm.collectives import Group, all_gather_object
 from parallel3d.config.section import LayerNames
 from parallel3d.errors import ConfigError
@@ -60,7 +61,7 @@ def linears_between(layers: Iterable[tuple[int, nn.Module]], num_layers: int) ->
 def _is_linear(module: nn.Module) -> bool:
     if type(module._parameters.get("weight")) is not nn.Parameter:  # parametrized
         return False
-    plain = type(module).forward is nn.Linear.forward and isinstance(vars(module).get("forward"), SplitForward | None)
+    plain = type(module).forward is nn.Linear.forward and ("forward" not in vars(module) or is_split(module))
     return plain or type(module) in (ColumnParallelLinear, RowParallelLinear)
 
 
@@ -111,9 +112,9 @@ def _sizes(linear: nn.Module) -> Sequence[int]:
 
 def _attach(linear: nn.Module, fp8: Fp8, sink: GradientSink) -> None:
     if isinstance(linear, (ColumnParallelLinear, RowParallelLinear)):
-        shared = linear.group.size > 1
         dim = 0 if isinstance(linear, ColumnParallelLinear) else 1
-        linear.use_fp8(Fp8Linear(fp8, linear.group, dim) if shared else Fp8Linear(fp8))
+        linear.use_fp8(Fp8Linear(fp8, sink, linear.group, dim) if linear.group.size > 1 else Fp8Linear(fp8, sink))
     else:
-        assert isinstance(linear, nn.Linear)
-        linear.forward = Fp8Forward(linear, sink, Fp8Linear(fp8))
+        make_splittable(linear, sink)
+        forward: Any = linear.forward
+        forward.compute_by(partial(fp8_linear, Fp8Linear(fp8, sink), linear))

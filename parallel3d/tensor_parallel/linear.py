@@ -159,9 +159,9 @@ def column_outputs(layers: Sequence[ColumnParallelLinear], x: Tensor, length: in
 
 
 def _outputs(layers: Sequence[ColumnParallelLinear], x: Tensor, length: int | None) -> tuple[Tensor, ...]:
-    sinks, pairs = [layer.sink for layer in layers], [(layer.weight, layer.bias) for layer in layers]
-    before, fp8 = layers[0]._boundary(length), [layer._fp8 for layer in layers if layer._fp8 is not None]
-    outputs = fp8_linears(fp8, sinks, x, pairs, before) if fp8 else linears(sinks, x, pairs, before)
+    pairs, before = [(layer.weight, layer.bias) for layer in layers], layers[0]._boundary(length)
+    fp8, sinks = [layer._fp8 for layer in layers if layer._fp8 is not None], [layer.sink for layer in layers]
+    outputs = fp8_linears(fp8, x, pairs, before) if fp8 else linears(sinks, x, pairs, before)
     return tuple(layer._output(y) for layer, y in zip(layers, outputs, strict=True))
 
 
@@ -213,7 +213,7 @@ class RowParallelLinear(SlicedLayer):
         length = sequence_length(x) if self.sequence_parallel else None
         after = boundary(self.group, self.sequence_parallel, length)
         if self._fp8 is not None:
-            (y,) = fp8_linears([self._fp8], [self.sink], x, [(self.weight, None)], after=after)
+            (y,) = fp8_linears([self._fp8], x, [(self.weight, None)], after=after)
         else:
             y = row_linear(self.sink, x, self.weight, after)
         return y if self.bias is None else y + self.bias.to(y.dtype)
