@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import toy
 from fp8_reference import into_fp8
 from layouts import BASE_SEED, Layout, Run, check, enter_layer, make_optimizer, run_reference, train
-from reference import Reference, build
+from reference import Reference, build, distance
 from torch import Tensor, nn
 
 import parallel3d
+from parallel3d.autograd.fp8 import Fp8
+from parallel3d.autograd.sink import GradientSink
+from parallel3d.comm.collectives import Group
+from parallel3d.config import Fp8Config
+from parallel3d.engine.fp8 import linears_between, use_fp8
+from parallel3d.parameters import slicing_of
+from parallel3d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, from_linear
 
 LAYOUTS = [
     Layout(pp=2, accumulation=4, schedule="zb-h1", checkpointing=1),
@@ -105,3 +114,37 @@ def test_the_loss_follows_that_of_bf16(run_ranks):
     assert got[-1] < 0.7 * got[0]
     (calls,) = run_ranks(1, train_whole, 4, True, on)
     assert calls == pytest.approx(got[:8], rel=1e-6)
+
+
+def slice_linears(recipe: str) -> list[float]:
+    """How far a column and a row layer are from whole ones: output, gradient of the input, those of the weights."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 48))
+    group = Group(tuple(range(dist.get_world_size())), dist.group.WORLD)
+    column = from_linear(ColumnParallelLinear, copy.deepcopy(whole[0]), group=group)
+    row = from_linear(RowParallelLinear, copy.deepcopy(whole[2]), group=group)
+    layers = nn.Sequential(column, whole[1], row)
+    linears = linears_between([(1, layers)], 3)
+    use_fp8(linears, Fp8(Fp8Config(recipe=recipe)), GradientSink(), Group((0,), None))
+    into_fp8([whole], recipe, "fp8")
+    # Each rank's part has a magnitude of its own.
+    x = (torch.randn(6, 32) * torch.logspace(-2, 2, 32)).requires_grad_()
+    gradient = torch.randn(6, 48) * torch.logspace(-2, 2, 48)
+    results = []
+    for model in (layers, whole):
+        inputs = x.detach().clone().requires_grad_()
+        y = model(inputs)
+        y.backward(gradient)
+        results.append((y.detach(), inputs.grad))
+    weights = [
+        (own.weight.grad, slicing_of(own.weight).part_of(other.weight.grad))
+        for own, other in ((column, whole[0]), (row, whole[2]))
+    ]
+    return [distance(got, wanted) for got, wanted in (*zip(*results, strict=True), *weights)]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_slices_have_the_scales_of_whole_tensors(run_ranks, recipe: str):
+    """Scales of a rank's own part would move all by 1e-2 or more. The sum over ranks may round an operand otherwise."""
+    for distances in run_ranks(2, slice_linears, recipe):
+        assert max(distances) < 2e-3, distances
