@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from parallel3d.autograd.recipes import Product, Recipe, RowSum, Value
 from parallel3d.autograd.sink import GradientSink
-from parallel3d.autograd.split_backward import COMPILE_REASON, NO_BOUNDARY, Pair, RegionBoundary, rows_of
+from parallel3d.autograd.split_backward import NO_BOUNDARY, Pair, RegionBoundary, rows_of
 from parallel3d.comm.collectives import Group
 from parallel3d.config import Fp8Config
 from parallel3d.kernels.fp8 import E4M3, E5M2, Scaled, cast, multiply
@@ -123,7 +123,10 @@ def _made(scaled: Scaled | None) -> Scaled:
     return scaled
 
 
-@torch.compiler.disable(reason=COMPILE_REASON)
+_COMPILE_REASON = "parallel3d computes this layer in fp8; compile without fullgraph"
+
+
+@torch.compiler.disable(reason=_COMPILE_REASON)
 def fp8_linear(layer: Fp8Linear, linear: nn.Linear, x: Tensor) -> Tensor:
     """Do the same as fp8_linears for one layer that is whole; under torch.func, which can't, run it as it is."""
     if torch._C._are_functorch_transforms_active():
@@ -131,6 +134,7 @@ def fp8_linear(layer: Fp8Linear, linear: nn.Linear, x: Tensor) -> Tensor:
     return fp8_linears([layer], x, [(linear.weight, linear.bias)])[0]
 
 
+@torch.compiler.disable(reason=_COMPILE_REASON)
 def fp8_linears(
     layers: Sequence[Fp8Linear],
     x: Tensor,
@@ -138,7 +142,7 @@ def fp8_linears(
     before: RegionBoundary = NO_BOUNDARY,
     after: RegionBoundary = NO_BOUNDARY,
 ) -> tuple[Tensor, ...]:
-    """Apply linear layers to one input in fp8. The caller excludes itself from torch.compile.
+    """Apply linear layers to one input in fp8; torch.compile breaks its graph here.
 
     x: input of the boundary `before`, which enters as [..., in]; pairs: weight [out, in] and bias [out] or None of each.
     Returns what leaves `after` of each layer's [..., out], in the dtype of x. Can't be differentiated twice.

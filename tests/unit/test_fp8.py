@@ -158,22 +158,23 @@ def test_scales(numbers: list[float], power: int, dtype: torch.dtype, rowwise: b
 @pytest.mark.parametrize("rowwise", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_of_the_gpu(rowwise: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
-    """All three of a layer, by torch's product on the CPU, given what CUDA's requires."""
-    product = torch._scaled_mm
+    """All three of a layer, by torch's product on the CPU, given what CUDA's requires. That of 2.11 has one scale alone."""
+    product, one = torch._scaled_mm, torch.ones(())
 
     def checked(
-        a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, **options: Any
+        a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, use_fast_accum: bool
     ) -> Tensor:
         assert a.is_contiguous()
         assert b.t().is_contiguous()
         assert a.shape[1] % 16 == b.shape[0] % 16 == b.shape[1] % 16 == 0
-        assert (scale_a.dtype, scale_b.dtype) == (torch.float32, torch.float32)
+        assert b.dtype is E4M3, "the kernels of rowwise products have no other right operand"
+        assert scale_a.dtype is scale_b.dtype is torch.float32
         assert scale_a.is_contiguous()
         assert scale_b.is_contiguous()
-        if rowwise:
-            assert (scale_a.shape, scale_b.shape) == ((len(a), 1), (1, b.shape[1]))
-            assert out_dtype is torch.bfloat16
-        return product(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype, **options)
+        assert [scale_a.shape, scale_b.shape] == ([(len(a), 1), (1, b.shape[1])] if rowwise else [(), ()])
+        assert out_dtype is torch.bfloat16 or not rowwise
+        unscaled = product(a, b, scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=use_fast_accum)
+        return (unscaled * scale_a * scale_b).to(out_dtype)
 
     monkeypatch.setattr(torch, "_scaled_mm", checked)
     x, weight, gradient = torch.randn(6, 48), torch.randn(32, 48), torch.randn(6, 32)
