@@ -109,6 +109,11 @@ def test_weights_are_cast_once_while_they_are_kept():
             first = model(x)
             model[0].weight.mul_(2)
             assert torch.equal(model(x), first)
+            vars(model[0].weight)["sharded_weights"] = object()
+            fp8.keep("the next step")
+            second = model(x)
+            model[0].weight.mul_(2)
+            assert not torch.equal(model(x), second), "of gathered weights nothing is kept"
         assert not torch.equal(model(x), first)
         assert not torch.equal(copy.deepcopy(model)(x), model(x)), "a copy is not in fp8"
 
