@@ -74,7 +74,7 @@ class Whole(nn.Module):
 
 
 def train_whole(steps: int, by_calls: bool, fp8: dict[str, Any]) -> list[float]:
-    """In bf16; the evaluation after each step, too, is of the step's weights."""
+    """Losses in bf16 of each step and of an evaluation after it, which must be of the new weights. Calls are compiled."""
     config = {
         "train_micro_batch_size_per_gpu": toy.SAMPLES,
         "gradient_accumulation_steps": 2,
@@ -83,6 +83,7 @@ def train_whole(steps: int, by_calls: bool, fp8: dict[str, Any]) -> list[float]:
         "check_numerics": True,
         "steps_per_print": None,
         "fp8": fp8,
+        "compile": {"enabled": by_calls, "backend": "eager"},
     }
     engine, *_ = parallel3d.initialize(model=Whole(), config=config)
     losses = []
@@ -105,7 +106,7 @@ def train_whole(steps: int, by_calls: bool, fp8: dict[str, Any]) -> list[float]:
 
 
 def test_the_loss_follows_that_of_bf16(run_ranks):
-    """What is learnt by heart in 40 steps; and steps by calls are those of train_batch."""
+    """What is learnt by heart in 40 steps; and compiled steps by calls are those of train_batch."""
     on, off = ({"enabled": enabled} for enabled in (True, False))
     (wanted,), (got,) = run_ranks(1, train_whole, 40, False, off), run_ranks(1, train_whole, 40, False, on)
     assert got[0] == pytest.approx(wanted[0], rel=0.01)
