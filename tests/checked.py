@@ -170,3 +170,12 @@ def broken() -> Subject:
 
 def needs_context() -> Subject:
     return Subject([LayerSpec(toy3d.SlicedLoss, False)], toy3d.micro_batch)
+
+
+def in_fp8() -> Subject:
+    """A decoder of blocks whose linears 16 divides on two ranks."""
+    config = DecoderConfig(
+        vocab_size=toy3d.WORDS, hidden_size=32, ffn_size=32, num_layers=2, num_heads=2, max_positions=16
+    )
+    fp8 = {"enabled": True, "filter": ["layers.2.down"]}
+    return Subject(decoder_layers(config), toy3d.micro_batch, causal_lm_loss, {**CONFIG, "fp8": fp8})

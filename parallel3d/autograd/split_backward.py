@@ -7,7 +7,7 @@ split (norms, convolutions, bare parameters) runs whole at BACKWARD_INPUT. arXiv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -220,11 +220,18 @@ class _SplitForward:
     def __init__(self, layer: Any, port: Port):
         self._layer, self.port = layer, port
         self._ordinary = type(layer).forward
+        self._instead: Callable[[Tensor], Tensor] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._layer, self.port)
 
+    def compute_by(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Let calls of this layer, but not of its copies, run another function."""
+        self._instead = function
+
     def __call__(self, input: Tensor) -> Tensor:
+        if self._instead is not None:
+            return self._instead(input)
         layer, port = self._layer, self.port
         if not (torch.is_grad_enabled() and _splits(layer, input)) or torch._C._are_functorch_transforms_active():
             return self._ordinary(layer, input)

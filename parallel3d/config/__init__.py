@@ -11,19 +11,22 @@ from parallel3d.config.pipeline import (
     SelectivePolicy,
     TensorParallelConfig,
 )
-from parallel3d.config.schema import (
+from parallel3d.config.precision import (
     AmpConfig,
-    AttentionConfig,
     Bf16Config,
+    DataTypesConfig,
+    Fp8Config,
+    Fp16Config,
+    TorchAutocastConfig,
+)
+from parallel3d.config.schema import (
+    AttentionConfig,
     CheckpointConfig,
     CompileConfig,
     Config,
-    DataTypesConfig,
     FailuresConfig,
-    Fp16Config,
     KernelsConfig,
     OptimizerConfig,
     SchedulerConfig,
-    TorchAutocastConfig,
 )
 from parallel3d.config.zero import AioConfig, OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig

@@ -19,9 +19,16 @@ from parallel3d.config.monitors import (
     WandbConfig,
 )
 from parallel3d.config.pipeline import ActivationCheckpointingConfig, PipelineConfig, TensorParallelConfig
+from parallel3d.config.precision import (
+    AmpConfig,
+    Bf16Config,
+    DataTypesConfig,
+    Fp8Config,
+    Fp16Config,
+    TorchAutocastConfig,
+)
 from parallel3d.config.section import (
     Dtype,
-    HalfDtype,
     LayerNames,
     NonEmpty,
     NonNegative,
@@ -34,89 +41,6 @@ from parallel3d.config.section import (
     own_key,
 )
 from parallel3d.config.zero import AioConfig, OffloadConfig, ZeroConfig
-
-
-def _read_number(value: object) -> object:
-    """Read a number that is written as a text, as DeepSpeed does for loss_scale."""
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
-
-
-class Fp16Config(Section):
-    """Training in float16 with fp32 masters, the loss scaled; loss_scale 0 is a scale that adapts (arXiv:1710.03740).
-
-    The first scale is 2**initial_scale_power. It doubles after loss_scale_window steps without an overflow, and halves, not
-    below min_loss_scale, at the hysteresis-th overflow; consecutive_hysteresis: a step without one restores the count.
-    """
-
-    known_keys = keys_of("fp16")
-
-    enabled: bool = False
-    auto_cast: bool = key(
-        True,
-        "true or false",
-        differs="true by default: floating-point inputs are cast to fp16; false leaves them as they are",
-    )
-    loss_scale: Annotated[float, BeforeValidator(_read_number, json_schema_input_type=float | str)] = key(
-        0.0, "a number >= 0, where 0 lets the scale adapt", ge=0
-    )
-    initial_scale_power: NonNegative = key(16, "a whole number of powers of two from 0 to 127", le=127)
-    loss_scale_window: Positive = key(1000, "a whole number of steps >= 1")
-    hysteresis: Positive = key(2, "a whole number of overflows >= 1")
-    consecutive_hysteresis: bool = False
-    min_loss_scale: float = key(1.0, "a number > 0, such as 1", gt=0)
-
-
-class Bf16Config(Section):
-    """Training in bfloat16 with fp32 masters; check_grad_overflow skips a step whose gradients are not finite."""
-
-    known_keys = keys_of("bf16")
-
-    enabled: bool = False
-    auto_cast: bool = own_key(
-        True, "true or false: floating-point inputs are cast to bf16; false leaves them as they are, as DeepSpeed does"
-    )
-    check_grad_overflow: bool = key(
-        False,
-        "true or false",
-        differs="false by default: the check makes the host wait for the device in every step",
-    )
-
-
-class TorchAutocastConfig(Section):
-    """Layers and loss run under torch.autocast; with float16 the loss is scaled by the other keys of `fp16`."""
-
-    known_keys = keys_of("torch_autocast")
-
-    enabled: bool = False
-    dtype: HalfDtype = key("bf16", '"bfloat16" or "float16"')
-
-
-class AmpConfig(Section):
-    """The opt levels of NVIDIA's apex, on torch.autocast: O0 fp32, O1 autocast, O2 fp16 with fp32 masters, O3 fp16."""
-
-    known_keys = keys_of("amp")
-
-    enabled: bool = False
-    opt_level: Literal["O0", "O1", "O2", "O3"] = key(
-        "O1",
-        '"O0", "O1", "O2" or "O3"',
-        differs="runs on torch.autocast, without apex",
-    )
-
-
-class DataTypesConfig(Section):
-    """Dtypes that are chosen apart from the weights'."""
-
-    known_keys = keys_of("data_types")
-
-    grad_accum_dtype: Dtype | None = key(
-        None,
-        '"fp32", "bf16" or "fp16"',
-        differs="fp32 by default, or the weights' dtype where that is wider",
-    )
 
 
 class OptimizerConfig(Section):
@@ -305,6 +229,7 @@ class Config(Section):
     scheduler: SchedulerConfig | None = None
     fp16: Fp16Config = Fp16Config()
     bf16: Bf16Config = Bf16Config()
+    fp8: Fp8Config = Fp8Config()
     torch_autocast: TorchAutocastConfig = TorchAutocastConfig()
     amp: AmpConfig = AmpConfig()
     data_types: DataTypesConfig = DataTypesConfig()
@@ -385,4 +310,8 @@ class Config(Section):
         # With bf16 or fp16 weights, torch_autocast still chooses the dtype of single operations.
         if len(on) > 1 and not ("torch_autocast" in on and "amp" not in on and len(on) == 2):
             raise ValueError(f"{' and '.join(on)} are enabled at once; set enabled to false in all of them but one")
+        if self.fp8.enabled and (others := [name for name in on if name != "bf16"]):
+            raise ValueError(
+                f"fp8 replaces products of bf16 or fp32 weights, but {' and '.join(others)} is enabled; enable bf16 instead"
+            )
         return self

@@ -12,6 +12,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from parallel3d.autograd.fp8 import Fp8
 from parallel3d.autograd.recipes import Value
 from parallel3d.autograd.sink import accumulates
 from parallel3d.engine.update import LossShare, WeightUpdate
@@ -37,12 +38,14 @@ class StepProgress:
       multiplied by the weight of its gradient.
     - counts: the counts of a loss function that returns (sum, count), multiplied by the same weights.
     - reduced: whether the gradients of the current step are reduced over the replicas.
+    - num_begun: number of steps by calls that have begun.
     - record: wraps each forward and backward that the script calls in the current step; None before the step has begun.
     """
 
     def __init__(self) -> None:
         self.global_steps = self.global_samples = self.micro_steps = 0
         self.applied = self.reduced = False
+        self.num_begun = 0
         self.losses: list[Tensor] = []
         self.counts: list[Tensor] = []
         self.record: Recorder | None = None
@@ -67,6 +70,7 @@ class StepProgress:
     def begin(self, record: Recorder) -> None:
         """Begin a step by calls, whose forwards and backwards `record` wraps."""
         self.record = record
+        self.num_begun += 1
 
     def advance(self, boundary: bool) -> None:
         """Count a call of `engine.step`, which ends the micro-batch, and at a boundary its step."""
@@ -118,6 +122,7 @@ class StepByCalls:
     - data: has the number of micro-batches of a step.
     - attending: makes contexts for backwards, in which layers may be recomputed.
     - on_loss: called with the loss of each micro-batch, if given.
+    - fp8: keeps casts of weights to fp8 during a step.
     """
 
     def __init__(
@@ -130,8 +135,9 @@ class StepByCalls:
         data: TrainingData,
         attending: Callable[[], AbstractContextManager[None]],
         on_loss: Callable[[Tensor], None] | None,
+        fp8: Fp8,
     ):
-        self._model, self._module, self._data, self._attending = model, module, data, attending
+        self._model, self._module, self._data, self._attending, self._fp8 = model, module, data, attending, fp8
         self._update, self._precision, self._progress = update, precision, progress
         self._on_loss = on_loss
         self._synchronizes = True
@@ -146,6 +152,7 @@ class StepByCalls:
         """
         self.check_whole()
         self._model.wait_for_weights(self._model)
+        self._fp8.keep(self._progress.num_begun if self._progress.record is not None else None)
         args, kwargs = self._precision.cast((args, kwargs))
         with self._recording(Op.FORWARD), self._precision.autocasting(self._model.device):
             if self._module is self._model:
@@ -308,6 +315,7 @@ class StepByCalls:
         share = LossShare.of(progress.losses, progress.counts, self._model.groups, self._model.device)
         num_micro_batches = progress.num_backwards
         progress.restart()
+        self._fp8.keep(None)
         return share, num_micro_batches
 
     @contextmanager

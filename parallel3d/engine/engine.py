@@ -88,9 +88,9 @@ class Engine:
         open_tensor_parallel(self.process_groups, model.device, config)
         self._garbage = GarbageFreezer(config.gc_freeze and model.device.type == "cuda")
         self._runner = BatchRunner(model, config, self.update, precision, progress, self.reports, on_loss, transport)
-        attending, programs = self._runner.attending, self._runner.programs
+        attending, programs, fp8 = self._runner.attending, self._runner.programs, self._runner.fp8
         self._calls: StepByCalls = StepByCalls(
-            model, self.module, self.update, precision, progress, self.data, attending, on_loss
+            model, self.module, self.update, precision, progress, self.data, attending, on_loss, fp8
         )
         self._auto = (
             AutoSchedule(model, programs, config.pipeline, monitor) if config.pipeline.schedule == "auto" else None

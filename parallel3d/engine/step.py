@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel3d.autograd.fp8 import Fp8
 from parallel3d.autograd.split_backward import make_splittable
 from parallel3d.comm.collectives import all_gather_object, all_reduce
 from parallel3d.comm.transport import Transport
 from parallel3d.config import Config
 from parallel3d.engine.attention import attention_context
 from parallel3d.engine.calls import StepProgress
+from parallel3d.engine.fp8 import check_device, linears_of, use_fp8
 from parallel3d.engine.freed import FreedMemory
 from parallel3d.engine.reports import Reports
 from parallel3d.engine.update import LossShare, WeightUpdate, countable
@@ -40,6 +42,7 @@ class BatchRunner:
     - attention: makes contexts in which the configured kernels compute attention.
     - blocks: the units of a module that is no pipeline, with ZeRO-3; else None.
     - on_loss: called with the loss of each micro-batch, if given.
+    - fp8: keeps casts of weights to fp8 while these don't change.
 
     Collective: every rank makes it and calls its methods at the same points.
     """
@@ -56,7 +59,7 @@ class BatchRunner:
         transport: Transport | None,
     ):
         self._model, self._groups, self._progress, self._reports = model, model.groups, progress, reports
-        self._update = update
+        self._update, self.fp8 = update, Fp8(config.fp8)
         self.attention = attention_context(config.attention.backend, model.device)
         whole = isinstance(model, SingleStageModule)
         layers = None if update.units is None or whole else LayerUnits(model, update.units)
@@ -96,14 +99,17 @@ class BatchRunner:
         )
 
     def split_backwards(self, num_micro_batches: int) -> None:
-        """Let layers defer or fuse weight gradients, if the schedule or the precision needs it.
+        """Let layers defer or fuse weight gradients, if the schedule or the precision needs it, and run in fp8.
 
-        Raises ConfigError for a schedule that can't run these micro-batches.
+        Raises ConfigError for a schedule that can't run these micro-batches, and as use_fp8 does. Collective.
         """
         program = self.programs.get(num_micro_batches, training=True)
         splits = any(i.op is Op.BACKWARD_WEIGHT for i in program.instructions[self._model.stage_id])
         if splits or self._update.policy.weight_dtype is not None:
             make_splittable(self._model, self._update.reducer.sink)
+        if self.fp8.config.enabled:
+            check_device(self._model.device)
+            use_fp8(linears_of(self._model), self.fp8, self._update.reducer.sink, self._groups.control)
 
     def stream(self, micro_batch: int) -> EnterLayer:
         """Return the random stream of one of this replica's micro-batches in the current step."""
@@ -147,7 +153,11 @@ class BatchRunner:
         freed = self._freed if training and "memory" not in self._reports.monitor.profiles else None
         if freed is not None:
             program = freed.program_for(program, signatures)
-        with self.calling(), self._reports.recording(program, batch, self._messages) as (record, wait):
+        with (
+            self.calling(),
+            self.fp8.keeping(),
+            self._reports.recording(program, batch, self._messages) as (record, wait),
+        ):
             result = self._executor.run(program, owners, batch, record, wait)
             if freed is not None:
                 freed.after()

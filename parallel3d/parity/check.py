@@ -20,7 +20,7 @@ from parallel3d.launcher.ranks import run_ranks
 from parallel3d.models.user_model import Subject, load_subject
 from parallel3d.parity.reference import Step, Trained, Whole, train_reference
 from parallel3d.parity.report import Report, make_report
-from parallel3d.parity.settings import TOLERANCES, Settings, accumulation, check_config
+from parallel3d.parity.settings import FP8_TOLERANCE, TOLERANCES, Settings, accumulation, check_config
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.specs import layer_name
 
@@ -32,7 +32,6 @@ def check(target: str, layouts: Sequence[PartialLayout], settings: Settings) -> 
     load_subject takes it. Raises Parallel3DError for what can't be carried out, before any process is started where that
     can be known.
     """
-    tolerance = TOLERANCES[settings.dtype] if settings.tolerance is None else settings.tolerance
     with ExitStack() as stack:
         root = Path(stack.enter_context(TemporaryDirectory(prefix="parallel3d_check_")))
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
@@ -53,6 +52,8 @@ def check(target: str, layouts: Sequence[PartialLayout], settings: Settings) -> 
                 run_ranks(train_layouts, size, uses_gpus, target, same, settings, folder)
             files = [folder / f"{same.index(layout)}.{rank}" for rank in range(size)]
             ranks = [torch.load(file, weights_only=False) for file in files]
+            given = FP8_TOLERANCE if config.fp8.enabled else TOLERANCES[settings.dtype]
+            tolerance = given if settings.tolerance is None else settings.tolerance
             yield make_report(layout.text, ranks, *references[per_step, uses_gpus], tolerance, classes)
 
 

@@ -1,6 +1,7 @@
 """Training on one process in plain PyTorch: of this package it shares the seeds and optimizer names, and nothing that runs.
 
-No engine, executor, schedule, bucket or partition: layers are built one after the other and called in turn.
+No engine, executor, schedule, bucket or partition: layers are built one after the other and called in turn. Only fp8 is the
+package's, because torch has no such linears.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map_only
 
+from parallel3d.autograd.fp8 import Fp8
+from parallel3d.autograd.sink import GradientSink
+from parallel3d.comm.collectives import Group
 from parallel3d.config import Config
+from parallel3d.engine.fp8 import linears_between, use_fp8
 from parallel3d.errors import ConfigError, ExecutionError, Parallel3DError
 from parallel3d.models.user_model import Subject, describe, load_subject
 from parallel3d.optim import build_optimizer, build_scheduler
@@ -65,6 +70,10 @@ class Reference:
         for module in self._modules:
             if module is not None and dtype == torch.bfloat16:
                 module.to(dtype)
+        if config.fp8.enabled:
+            layers = ((k, module) for k, module in enumerate(self._modules) if module is not None)
+            linears = linears_between(layers, len(self._modules))
+            use_fp8(linears, Fp8(config.fp8), GradientSink(), Group((0,), None))
         optimizer = config.optimizer
         if optimizer is None:
             raise ConfigError("no optimizer: set optimizer.type in the configuration")

@@ -12,6 +12,8 @@ from parallel3d.config.layout import PartialLayout, configuration, given_section
 from parallel3d.errors import ConfigError
 
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 5e-2}
+# Where a layout rounds an operand's last bit otherwise, fp8 may take its next number, up to 25% away.
+FP8_TOLERANCE = 5e-2
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Settings:
 
     - steps: the number of optimizer steps.
     - dtype: of the weights, a key of TOLERANCES.
-    - tolerance: relative difference that passes; None for the dtype's.
+    - tolerance: relative difference that passes; None for the dtype's, or that of fp8.
     """
 
     steps: int = 3

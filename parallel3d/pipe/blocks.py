@@ -37,7 +37,7 @@ def units_of(model: nn.Module) -> dict[nn.Module, int]:
     contains. Blocks are the modules marked by set_z3_leaf_modules; those of the classes in Hugging Face's `_no_split_modules`;
     if there are none, the members of the ModuleList with the most parameters.
     """
-    blocks, numbers, found = set(_blocks(model)), count(), dict[nn.Module, int]()
+    blocks, numbers, found = set(blocks_of(model)), count(), dict[nn.Module, int]()
 
     def visit(module: nn.Module, block: int | None) -> None:
         if module in found:
@@ -53,7 +53,8 @@ def units_of(model: nn.Module) -> dict[nn.Module, int]:
     return found
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a module, see units_of; none if there are no such modules."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     chosen = [module for module in model.modules() if z3_leaf_module(module) or type(module).__name__ in names]
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]

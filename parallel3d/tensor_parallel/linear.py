@@ -15,8 +15,9 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from parallel3d.autograd.fp8 import Fp8Linear, fp8_linears
 from parallel3d.autograd.products import NO_BOUNDARY, RegionBoundary
-from parallel3d.autograd.split_backward import SplittableLayer, has_hooks, linear, linears, row_linear
+from parallel3d.autograd.split_backward import SplittableLayer, has_hooks, linears, row_linear
 from parallel3d.comm.collectives import Group
 from parallel3d.errors import PartitionError
 from parallel3d.parameters import sliced
@@ -36,6 +37,7 @@ class SlicedLayer(SplittableLayer, ABC):
     """Layer that is sharded over `group`; attributes of its parameters describe this rank's part."""
 
     group: Group
+    _fp8: Fp8Linear | None = None
     weight: nn.Parameter
     bias: nn.Parameter | None
     # Names of the attributes that the layer's text shows.
@@ -44,6 +46,10 @@ class SlicedLayer(SplittableLayer, ABC):
     @abstractmethod
     def take(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Hold this rank's part of a whole layer's parameters: weight [out, in] or [words, dim], bias [out] or None."""
+
+    def use_fp8(self, fp8: Fp8Linear) -> None:
+        """Compute the products of this linear layer in fp8."""
+        self._fp8 = fp8
 
     def _hold(self, weight: Tensor, bias: Tensor | None) -> None:
         self.register_parameter("weight", cast(nn.Parameter, weight))
@@ -116,7 +122,8 @@ class ColumnParallelLinear(SlicedLayer):
 
         length: of the whole sequence, with sequence_parallel if it may be padded; see regions.py.
         """
-        return self._output(linear(self.port, x, self.weight, self.bias, self._boundary(length)))
+        (y,) = _outputs([self], x, length)
+        return y
 
     def _boundary(self, length: int | None) -> RegionBoundary:
         return NO_BOUNDARY if self.in_region else boundary(self.group, self.sequence_parallel, length)
@@ -142,11 +149,17 @@ def column_outputs(layers: Sequence[ColumnParallelLinear], x: Tensor, length: in
         layer.group is not first.group
         or layer.sequence_parallel != first.sequence_parallel
         or layer.in_region != first.in_region
+        or (layer._fp8 is None) != (first._fp8 is None)
         for layer in layers
     ):
         return tuple(layer(x, length) for layer in layers)
-    pairs = [(layer.weight, layer.bias) for layer in layers]
-    outputs = linears([layer.port for layer in layers], x, pairs, first._boundary(length))
+    return _outputs(layers, x, length)
+
+
+def _outputs(layers: Sequence[ColumnParallelLinear], x: Tensor, length: int | None) -> tuple[Tensor, ...]:
+    pairs, before = [(layer.weight, layer.bias) for layer in layers], layers[0]._boundary(length)
+    fp8, ports = [layer._fp8 for layer in layers if layer._fp8 is not None], [layer.port for layer in layers]
+    outputs = fp8_linears(fp8, x, pairs, before) if fp8 else linears(ports, x, pairs, before)
     return tuple(layer._output(y) for layer, y in zip(layers, outputs, strict=True))
 
 
@@ -195,7 +208,11 @@ class RowParallelLinear(SlicedLayer):
         if not self.input_is_parallel:
             x = scatter_features(x, self.cut, self.group)
         length = sequence_length(x) if self.sequence_parallel else None
-        y = row_linear(self.port, x, self.weight, boundary(self.group, self.sequence_parallel, length))
+        after = boundary(self.group, self.sequence_parallel, length)
+        if self._fp8 is not None:
+            (y,) = fp8_linears([self._fp8], x, [(self.weight, None)], after=after)
+        else:
+            y = row_linear(self.port, x, self.weight, after)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 

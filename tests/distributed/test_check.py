@@ -125,3 +125,11 @@ def test_what_the_ranks_refuse_reaches_the_user(capsys: pytest.CaptureFixture[st
     code, out, err = run(capsys, "unsliceable", "--layouts", "tp2")
     assert (code, out) == (2, "")
     assert "layout 'tp2': 3 outputs are sliced over 2 ranks; give 4" in err
+
+
+def test_fp8_has_the_scales_of_one_process(capsys: pytest.CaptureFixture[str]):
+    """Scales of parts alone would move gradients by 0.1."""
+    layouts = ["pp2,tp2,zb-h1,m2", "dp2,tp2,sp,zero3,m2,ckpt1"]
+    code, out, err = run(capsys, "in_fp8", "--layouts", *layouts, "--steps", "2", "--tolerance", "5e-3")
+    assert code == 0, out + err
+    assert "fp8: 11 linears of the model" in out
