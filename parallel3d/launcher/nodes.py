@@ -21,7 +21,7 @@ from parallel3d.comm.membership import TOKEN
 from parallel3d.errors import ConfigError
 from parallel3d.launcher.guard import LIFELINE
 from parallel3d.launcher.options import GRACE_S
-from parallel3d.launcher.processes import end_with_parent
+from parallel3d.launcher.processes import adopt_orphans, children, end_leftovers, end_with_parent
 from parallel3d.logs import logger
 
 LOCAL = "localhost"
@@ -67,6 +67,8 @@ def launch_nodes(options: argparse.Namespace, hosts: Mapping[str, list[int]]) ->
     # Handed over by standard input and the environment: it is in no list of processes.
     token = {TOKEN: os.environ.get(TOKEN) or secrets.token_hex(32)}
     started: list[tuple[Starter, subprocess.Popen[bytes]]] = []
+    adopt_orphans()
+    before = children()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         for starter in starters(options, hosts, exports() | token):
@@ -90,6 +92,7 @@ def launch_nodes(options: argparse.Namespace, hosts: Mapping[str, list[int]]) ->
         return 128 + signal.SIGINT
     finally:
         _end(started)
+        end_leftovers(before)  # such as an ssh of mpirun's to a host that is cut off
 
 
 def starters(

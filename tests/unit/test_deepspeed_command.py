@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from threading import Timer
 
 import pytest
 from warm import WarmProcess
@@ -154,7 +153,6 @@ def test_mpirun_ends_with_the_launcher_and_after_the_first_host(tmp_path: Path, 
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(nodes, "_ALONE_S", 0.5)
     Path("hosts").write_text("a slots=1\nb slots=1\n")
     Path("mpirun").write_text("#!/bin/sh\necho $$ > started\nmv started pid\nexec sleep 30\n")
@@ -162,16 +160,20 @@ def test_mpirun_ends_with_the_launcher_and_after_the_first_host(tmp_path: Path, 
     store = socket.create_server(("127.0.0.1", 0))
     place = ["--master_addr", "127.0.0.1", "--master_port", str(store.getsockname()[1])]
     command = ["-H", "hosts", "--launcher", "mpich", *place, "s.py"]
-    launcher = os.fork()
-    if launcher == 0:
-        os._exit(deepspeed.main(command))
-    until(Path("pid").exists)
-    os.kill(launcher, signal.SIGKILL)
-    os.waitpid(launcher, 0)
-    until(lambda: not runs())
-    Timer(1.0, store.close).start()
-    assert deepspeed.main(command) == 1
-    assert not runs()
+    for is_killed in (True, False):
+        launcher = os.fork()
+        if launcher == 0:
+            store.close()
+            os._exit(deepspeed.main(command))
+        until(Path("pid").exists)
+        if is_killed:
+            os.kill(launcher, signal.SIGKILL)
+        else:
+            time.sleep(0.5)  # the launcher has seen the store
+            store.close()
+        assert os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1]) == (-signal.SIGKILL if is_killed else 1)
+        until(lambda: not runs())
+        Path("pid").unlink()
 
 
 def test_deepspeed_s_classes_of_launchers():
