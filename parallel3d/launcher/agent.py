@@ -41,7 +41,7 @@ from parallel3d.logs import logger
 
 _HOST_ANSWERS = timedelta(seconds=5)
 _LEAVING_S = 3.0  # until a rank that has left its script is ended like the others
-_OTHERS_END_S = 30.0  # that a host whose ranks, as all others', have ended well waits for the other launchers
+_OTHERS_END_S = 30.0  # that a launcher waits for the others, after all ranks have ended well
 
 
 class WorkerAgent(LocalElasticAgent):

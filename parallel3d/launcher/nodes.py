@@ -21,7 +21,7 @@ from parallel3d.comm.membership import TOKEN
 from parallel3d.errors import ConfigError
 from parallel3d.launcher.guard import LIFELINE
 from parallel3d.launcher.options import GRACE_S
-from parallel3d.launcher.processes import end_with_parent
+from parallel3d.launcher.processes import adopt_orphans, children, end_leftovers, end_with_parent
 from parallel3d.logs import logger
 
 LOCAL = "localhost"
@@ -30,6 +30,7 @@ ENVIRONMENT_FILES = (os.environ.get("DS_ENV_FILE", ".deepspeed_env"), ".parallel
 
 _PASSED_ON = ("CUDA_", "GLOO_", "MLFLOW", "NCCL", "OMP_", "PARALLEL3D_", "PYTHON", "TORCH_", "UCX")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_BY_SSH = ("ssh", "pdsh")
 _LOST = 255
 """ssh's exit code when the connection is lost, or the command was killed by a signal."""
 
@@ -59,7 +60,8 @@ def launch_nodes(options: argparse.Namespace, hosts: Mapping[str, list[int]]) ->
 
     A host that is lost, by its connection or a signal, leaves the others to decide; they end, or go on by max_restarts.
     """
-    options.master_port = options.master_port or _free_port(next(iter(hosts)))
+    port, by_manager = options.master_port or _free_port(next(iter(hosts))), options.launcher.lower() not in _BY_SSH
+    options = argparse.Namespace(**{**vars(options), "master_port": port})
     if options.dry_run:
         for starter in starters(options, hosts, exports()):
             print(starter)
@@ -67,6 +69,9 @@ def launch_nodes(options: argparse.Namespace, hosts: Mapping[str, list[int]]) ->
     # Handed over by standard input and the environment: it is in no list of processes.
     token = {TOKEN: os.environ.get(TOKEN) or secrets.token_hex(32)}
     started: list[tuple[Starter, subprocess.Popen[bytes]]] = []
+    before = children()
+    if by_manager:
+        adopt_orphans()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         for starter in starters(options, hosts, exports() | token):
@@ -76,20 +81,21 @@ def launch_nodes(options: argparse.Namespace, hosts: Mapping[str, list[int]]) ->
                 stdin=subprocess.PIPE,
                 env=os.environ | starter.environment,
                 start_new_session=True,
-                preexec_fn=None if starter.script else end_with_parent,
+                preexec_fn=end_with_parent if by_manager else None,
             )
             started.append((starter, process))
             assert process.stdin is not None
             with suppress(BrokenPipeError):  # it has ended, and said why
                 process.stdin.write(starter.script.encode())
                 process.stdin.flush()
-        is_watched = len(hosts) > 1 and not started[0][0].script
-        meeting = (address_of(options, hosts), options.master_port) if is_watched else None
+        meeting = (address_of(options, hosts), port) if by_manager and len(hosts) > 1 else None
         return _wait(started, options.max_restarts, meeting)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     finally:
         _end(started)
+        if by_manager:
+            end_leftovers(before)  # such as an ssh of mpirun's to a host that is cut off
 
 
 def starters(
@@ -98,7 +104,7 @@ def starters(
     """Return the commands that start the hosts with these variables. Raises ConfigError."""
     launcher = options.launcher.lower()
     node = _node_command(options, hosts)
-    if launcher not in ("ssh", "pdsh"):
+    if launcher not in _BY_SSH:
         if options.venv_script:
             node = ["sh", "-c", '. "$0" && exec "$@"', options.venv_script, *node]
         command = [*_by_manager(launcher, list(hosts), variables), *shlex.split(options.launcher_args), *node]

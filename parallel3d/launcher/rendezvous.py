@@ -138,9 +138,7 @@ class SeveralHosts(DynamicRendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Return this host's place among those of the next start. Raises ExecutionError if none comes off."""
         for attempt in range(1 + self._max_restarts):
-            if attempt or (
-                self._max_restarts and self._jobs.add("starts", 0) > 0
-            ):  # the first start is one of all hosts
+            if self._max_restarts and attempt + self._jobs.add("starts", 0) > 0:  # the first start is one of all hosts
                 object.__setattr__(self.settings, "min_nodes", 1)  # one object for all parts of torch's rendezvous
             with suppress(DistError):  # a host was lost after it had joined
                 return self._begin(super().next_rendezvous())

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +17,7 @@ from warm import WarmProcess
 from parallel3d.comm.environment import mpi_environment
 from parallel3d.deepspeed.launcher.runner import encode_world_info
 from parallel3d.errors import ConfigError
-from parallel3d.launcher import deepspeed
+from parallel3d.launcher import deepspeed, nodes
 from parallel3d.launcher import start as start_module
 from parallel3d.launcher.multinode_runner import IMPIRunner, MPICHRunner, MVAPICHRunner, OpenMPIRunner, SlurmRunner
 from parallel3d.launcher.nodes import _PASSED_ON
@@ -132,6 +136,44 @@ def test_what_mpirun_and_srun_start(
             "SLURMD_NODENAME" if launcher == "slurm" else "PMI_RANK", "a" if launcher == "slurm" else "1"
         )
         assert start_module._index(mine, {"b": [1, 0], "a": [3]}) == 1
+
+
+def test_mpirun_ends_with_the_launcher_and_after_the_first_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A real one goes on when the launcher is killed, and waits as long as TCP does for a host that is cut off."""
+
+    def runs() -> bool:
+        stat = Path(f"/proc/{Path('pid').read_text().strip()}/stat")
+        return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+    def until(condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(nodes, "_ALONE_S", 0.5)
+    Path("hosts").write_text("a slots=1\nb slots=1\n")
+    Path("mpirun").write_text("#!/bin/sh\necho $$ > started\nmv started pid\nexec sleep 30\n")
+    Path("mpirun").chmod(0o755)
+    store = socket.create_server(("127.0.0.1", 0))
+    place = ["--master_addr", "127.0.0.1", "--master_port", str(store.getsockname()[1])]
+    command = ["-H", "hosts", "--launcher", "mpich", *place, "s.py"]
+    for is_killed in (True, False):
+        launcher = os.fork()
+        if launcher == 0:
+            store.close()
+            os._exit(deepspeed.main(command))
+        until(Path("pid").exists)
+        if is_killed:
+            os.kill(launcher, signal.SIGKILL)
+        else:
+            time.sleep(0.5)  # the launcher has seen the store
+            store.close()
+        assert os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1]) == (-signal.SIGKILL if is_killed else 1)
+        until(lambda: not runs())
+        Path("pid").unlink()
 
 
 def test_deepspeed_s_classes_of_launchers():
