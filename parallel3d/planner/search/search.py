@@ -191,7 +191,8 @@ class Bounds:
             one = space.layout(chosen[0]).model_copy(update={"micro_batch": 1, "units": None})
             stages, samples = space.stages[chosen], _EVEN * space.micro_batch[chosen]
             held, deferred = memory.held(one)
-            found[0, chosen] += samples * np.maximum(held * in_flight[chosen], deferred * late[chosen]) / stages
+            kept = np.where(space.whole_backwards[chosen], held, min(held, deferred))
+            found[0, chosen] += samples * np.maximum(kept * in_flight[chosen], deferred * late[chosen]) / stages
         found[0] *= 1.0 + predictor.calibration.memory["slack"].value * memory.gaps
         return found
 

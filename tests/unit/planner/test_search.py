@@ -179,7 +179,10 @@ def test_some_stage_holds_and_defers_as_many_micro_batches_as_the_bounds_say(ran
     for k in range(len(space)):
         layout = space.layout(k)
         program = build(layout.schedule, layout.stages, layout.micro_batches, layout.chunks, layout.placement)
-        for bound, one in ((space.in_flight, ChunkBytes(saved=1)), (space.deferred, ChunkBytes(deferred=1))):
+        for bound, one in (
+            (space.in_flight, ChunkBytes(saved=1, deferred=1)),
+            (space.deferred, ChunkBytes(deferred=1)),
+        ):
             chunks = dict.fromkeys(range(len(program.placement)), one)
             most = max(max(bytes_in_flight(instructions, chunks)) for instructions in program.instructions)
             assert min(bound[k], layout.micro_batches) * layout.chunks <= most, layout.text
