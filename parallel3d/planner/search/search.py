@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from heapq import heapify, heappop, heappush
-from itertools import islice
+from heapq import heappop, heappush
+from itertools import count, islice, repeat
 from math import inf
 from typing import Any
 
@@ -126,7 +126,7 @@ class Bounds:
         sharding = space.tensor_ranks, space.sequence_parallel
         # Of a micro-batch: filling, mean and longest stage, passing all chunks, and the host's calls.
         found = np.full((5, len(space)), np.inf)
-        for chosen in _groups(*sharding, space.recompute > 0, space.micro_batch, space.halves, whole):
+        for chosen in groups_of(*sharding, space.recompute > 0, space.micro_batch, space.halves, whole):
             layout, is_whole = space.layout(chosen[0]), bool(whole[chosen[0]])
             try:
                 # Half blocks together take as long as whole ones, whose profile is needed anyway.
@@ -160,7 +160,7 @@ class Bounds:
         """Return at least the seconds by which reductions in every micro-batch make each of its backwards longer, [layouts]."""
         predictor, found = self._predictor, np.zeros(len(space))
         profile = predictor.profile()
-        for chosen in _groups(space.tensor_ranks, space.stages, space.replicas, space.zero):
+        for chosen in groups_of(space.tensor_ranks, space.stages, space.replicas, space.zero):
             layout = space.layout(chosen[0])
             policy, links = profile.policy(layout.zero), predictor.links(layout, exactly=False)
             (whole,) = profile.stage_parameters(layout.tensor_ranks, False, (0, len(profile.specs)), (0,), merged=True)
@@ -174,7 +174,7 @@ class Bounds:
     def _bound_bytes(self, space: Space) -> Floats:
         predictor, found = self._predictor, np.zeros((2, len(space)))
         profile, memory = predictor.profile(), predictor.memory_model(None)
-        for chosen in _groups(space.tensor_ranks, space.replicas, space.zero):
+        for chosen in groups_of(space.tensor_ranks, space.replicas, space.zero):
             layout = space.layout(chosen[0])
             bounds = 0, len(profile.specs)
             (whole,) = profile.stage_parameters(layout.tensor_ranks, False, bounds, (0,), merged=True)
@@ -187,7 +187,7 @@ class Bounds:
             state = predict_state(whole, policy, layout.replicas)
             found[0, chosen] = state.steady / space.stages[chosen]
         in_flight, late = np.minimum(space.in_flight, space.micro_batches), space.deferred
-        for chosen in _groups(space.tensor_ranks, space.sequence_parallel, space.recompute):
+        for chosen in groups_of(space.tensor_ranks, space.sequence_parallel, space.recompute):
             one = space.layout(chosen[0]).model_copy(update={"micro_batch": 1, "units": None})
             stages, samples = space.stages[chosen], _EVEN * space.micro_batch[chosen]
             held, deferred = memory.held(one)
@@ -197,7 +197,7 @@ class Bounds:
         return found
 
 
-def _groups(*columns: npt.NDArray[Any]) -> list[Integers]:
+def groups_of(*columns: npt.NDArray[Any]) -> list[Integers]:
     """Return the indices of the rows that have equal values, group by group."""
     rows = np.zeros(len(columns[0]), dtype=np.int64)  # a number for each row
     for column in columns:
@@ -277,8 +277,7 @@ class BranchAndBound:
         """
         best = min((c.rank[1] for c in self.fitting), default=np.inf)
         fitting, limit = {c.layout for c in self.fitting}, self._limit()
-        waiting = [(float(seconds[k]), n, k, False) for n, k in enumerate(order.tolist())]
-        heapify(waiting)
+        waiting = list(zip(seconds[order].tolist(), count(), order.tolist(), repeat(False)))  # in order, and so a heap
         while waiting and (waiting[0][0] < best or len(fitting) < self._num_best):
             _, n, k, is_near = heappop(waiting)
             if passing[k] > limit:

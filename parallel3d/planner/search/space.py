@@ -98,7 +98,7 @@ class Space:
         by_name = {
             "zb-h1": np.minimum(m, np.maximum(p - 1, 1)),
             "zbv": np.clip(m - p, 0, p - 1) + one,
-            "zb-looped": np.where(m >= 1.5 * p, 0.8 * p, one),
+            "zb-looped": np.where(m >= 1.5 * p, 0.8 * p, m * one),
         }
         schedule = np.array([variant.schedule for variant in VARIANTS])[self.variant]
         found: Floats = np.select([schedule == name for name in by_name], list(by_name.values()), 0.0)
