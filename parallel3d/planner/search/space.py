@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -70,9 +70,14 @@ class Space:
         return np.array([variant.chunks for variant in VARIANTS])[self.variant]
 
     @property
+    def schedule(self) -> npt.NDArray[np.str_]:
+        """Name of the schedule."""
+        return np.array([variant.schedule for variant in VARIANTS])[self.variant]
+
+    @property
     def whole_backwards(self) -> BoolArray:
         """Whether the schedule leaves backwards whole."""
-        return np.array([variant.schedule in WHOLE_BACKWARDS for variant in VARIANTS])[self.variant]
+        return np.isin(self.schedule, list(WHOLE_BACKWARDS))
 
     @property
     def in_flight(self) -> Floats:
@@ -81,11 +86,14 @@ class Space:
         On the first stage, but for zb-looped. Its order is the result of a search: with 1.5p micro-batches all that were looked
         at, up to 16 stages and 8 chunks, hold 1.22p, of which 0.89p are deferred.
         """
-        schedule = np.array([variant.schedule for variant in VARIANTS])[self.variant]
         p, m = self.stages, self.micro_batches
         interleaved = ((self.chunks + 1) * p - 1) / self.chunks  # see schedule.builders.interleaved
-        by_name = {"interleaved": interleaved, "gpipe": np.inf, "zb-looped": np.where(m >= 1.5 * p, 1.2 * p, p)}
-        found: Floats = np.select([schedule == name for name in by_name], list(by_name.values()), p)
+        by_name: dict[str, Any] = {
+            "interleaved": interleaved,
+            "gpipe": np.inf,
+            "zb-looped": np.where(m >= 1.5 * p, 1.2 * p, p),
+        }
+        found: Floats = np.select([self.schedule == name for name in by_name], list(by_name.values()), p)
         return found
 
     @property
@@ -100,8 +108,7 @@ class Space:
             "zbv": np.clip(m - p, 0, p - 1) + one,
             "zb-looped": np.where(m >= 1.5 * p, 0.8 * p, m * one),
         }
-        schedule = np.array([variant.schedule for variant in VARIANTS])[self.variant]
-        found: Floats = np.select([schedule == name for name in by_name], list(by_name.values()), 0.0)
+        found: Floats = np.select([self.schedule == name for name in by_name], list(by_name.values()), 0.0)
         return found
 
     @property
@@ -146,13 +153,12 @@ def enumerate_space(
     layers = np.where(space.halves, num_halves, num_layers)
     num_chunks = space.stages * space.chunks
     most_searched = _MOST_SEARCHED_LARGE if num_ranks > LARGE else _MOST_SEARCHED
-    is_searched = np.array([variant.schedule == "zb-looped" for variant in VARIANTS])[space.variant]
     is_breadth_first = np.isinf(space.in_flight)
     is_asked = fixed.decided("schedule") == "gpipe"
     kept = (
         (space.shapes.prod(axis=1) == num_ranks)
         & (space.replicas * space.micro_batches * space.micro_batch == global_batch)
-        & (num_chunks <= np.where(is_searched, np.minimum(layers, most_searched), layers))
+        & (num_chunks <= np.where(space.schedule == "zb-looped", np.minimum(layers, most_searched), layers))
         & ((space.stages > 1) | ((space.variant == 0) | is_breadth_first) & (space.halves == 0))
         & (~is_breadth_first | is_asked | (space.zero == 3) & (space.micro_batches > space.stages))
         & (~is_breadth_first | is_asked | (num_chunks * space.micro_batches <= _MOST_BREADTH))
