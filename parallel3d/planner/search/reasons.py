@@ -85,7 +85,7 @@ def _ruled_out(search: BranchAndBound, known: set[Grid], winner: Prediction | No
         elif shares[k] > 1.0:
             why = _at_least(search, k)[0]
         elif winner is not None:
-            why = f"can't be under {duration(seconds)}, the compute of its layers evenly spread and its pipeline's filling"
+            why = f"can't be under {duration(seconds)}, its compute and reductions evenly spread, and its pipeline's filling"
         else:
             continue
         found.append(Rejected(layout=layout.text, why=why))
