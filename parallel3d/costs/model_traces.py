@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -32,29 +32,38 @@ INSTEAD = "communicate by parallel3d.tensor_parallel alone"
 
 @dataclass(frozen=True)
 class TracedModel:
-    """A model to trace.
+    """A model to trace, in whatever layers: those that are alike in several lists of layers are traced once.
 
-    - layers, loss_fn: as PipelineModule takes them.
+    - loss_fn: as PipelineModule takes it.
     - sample: (inputs, labels) of one micro-batch.
     - device: type of the device on which it trains, "cpu" or "cuda".
-    - fuses: torch.compile runs the layers, see OperatorCounter. A loss with a method `in_one`, which returns the loss computed
-      over all positions at once, is then traced so, since the engine compiles it in that form.
+    - distinct: layers that were traced, none like another; losses: traces of the loss by all that they depend on, which
+      sequence parallelism is no part of.
+
+    If torch.compile runs the layers, a loss with a method `in_one`, which returns the loss computed over all positions at once,
+    is traced so, since the engine compiles it in that form.
     """
 
-    layers: Sequence[Layer]
     loss_fn: LossFunction
     sample: tuple[Any, Any]
     config: Config
     device: str
-    fuses: bool
+    distinct: list[Layer] = field(default_factory=list)
+    _kinds: dict[int, tuple[int, Layer]] = field(default_factory=dict)
+    losses: dict[Any, LayerProfile] = field(default_factory=dict)
 
     @cached_property
-    def kinds(self) -> list[int]:
-        """Index of the first layer that costs the same, for each layer."""
-        kinds: list[int] = []
-        for k, layer in enumerate(self.layers):
-            kinds.append(next((j for j in dict.fromkeys(kinds) if alike(layer, self.layers[j])), k))
-        return kinds
+    def counter(self) -> OperatorCounter:
+        """Counts operators and collectives of all traces."""
+        return OperatorCounter(INSTEAD, self.config.compile.enabled)
+
+    def kind(self, layer: Layer) -> int:
+        """Return the index of the distinct layer that costs the same as this one."""
+        if id(layer) not in self._kinds:
+            found = next((k for k, other in enumerate(self.distinct) if alike(layer, other)), len(self.distinct))
+            self.distinct.extend([layer] if found == len(self.distinct) else [])
+            self._kinds[id(layer)] = found, layer  # which keeps the id valid
+        return self._kinds[id(layer)][0]
 
     @cached_property
     def precision(self) -> Precision:
@@ -70,22 +79,12 @@ class TracedModel:
 class ModelTraces:
     """Traces a model's layers on the first of `tensor_ranks` tensor-parallel ranks.
 
-    - on_meta: on the meta device instead of fake tensors.
-    - counter: counts operators and collectives of all traces.
-    - losses: traces of the loss, shared by ModelTraces of one model: sequence parallelism doesn't change them.
+    on_meta: on the meta device instead of fake tensors.
     """
 
-    def __init__(
-        self,
-        model: TracedModel,
-        tensor_ranks: int,
-        sequence_parallel: bool,
-        on_meta: bool,
-        counter: OperatorCounter,
-        losses: dict[Any, LayerProfile],
-    ):
-        self._model, self._counter, self._losses = model, counter, losses
-        groups = ProcessGroups.imagined(tensor_ranks, counter.start_collective)
+    def __init__(self, model: TracedModel, tensor_ranks: int, sequence_parallel: bool, on_meta: bool):
+        self._model = model
+        groups = ProcessGroups.imagined(tensor_ranks, model.counter.start_collective)
         independent = model.config.rng.layout_independent
         self._context = BuildContext(groups, torch.device("cpu"), sequence_parallel, independent)
         self._fakes = (MetaFakes if on_meta else Fakes)(self._context, INSTEAD)
@@ -93,41 +92,39 @@ class ModelTraces:
         self._modules: dict[tuple[int, bool], tuple[TrainedLayer, dict[str, Any]]] = {}
         self._tables: dict[int, int] = {}
         self._known: dict[Any, tuple[LayerProfile, TensorTree]] = {}
-        self._profiles: dict[tuple[SelectivePolicy | None, int], tuple[LayerProfile, ...]] = {}
         loss = model.loss_fn
         self._loss = loss.build(self._context) if isinstance(loss, LayerSpec) else loss
         in_one = getattr(self._loss, "in_one", None)
-        if model.fuses and in_one is not None:
+        if model.config.compile.enabled and in_one is not None:
             self._loss = in_one()
 
-    def profiles(self, policy: SelectivePolicy | None, samples: int) -> tuple[LayerProfile, ...]:
+    def profiles(
+        self, layers: Sequence[Layer], policy: SelectivePolicy | None, samples: int
+    ) -> tuple[LayerProfile, ...]:
         """Return the profile of each layer. Raises PartitionError, which names the layer, for one that can't be traced.
 
         policy: that recomputes a part of each layer, as activation_checkpointing.policy; None if nothing is recomputed.
         """
-        if (policy, samples) in self._profiles:
-            return self._profiles[policy, samples]
         with self._fakes.mode, self._fakes.device:
             inputs, labels = _resized(self._fakes.place(self._model.sample), samples)
             x = TensorTree.of(self._model.precision.cast(inputs))
         profiles = []
-        for k in range(len(self._model.layers)):
-            profile, x = self._profile(k, x, policy)
+        for k, layer in enumerate(layers):
+            try:
+                profile, x = self._profile(layer, x, policy)
+            except PartitionError as error:
+                raise PartitionError(f"layer {k} ({layer_name(layer)}): {error}") from error
             profiles.append(profile)
         if self._loss is not None and labels is not None:
             profiles[-1] = self._with_loss(profiles[-1], x, labels)
-        self._profiles[policy, samples] = tuple(profiles)
-        return self._profiles[policy, samples]
+        return tuple(profiles)
 
-    def _profile(self, k: int, x: TensorTree, policy: SelectivePolicy | None) -> tuple[LayerProfile, TensorTree]:
-        layer, kind = self._model.layers[k], self._model.kinds[k]
+    def _profile(self, layer: Layer, x: TensorTree, policy: SelectivePolicy | None) -> tuple[LayerProfile, TensorTree]:
+        kind = self._model.kind(layer)
         tie = layer.key if isinstance(layer, TiedLayerSpec) else None
         key = (kind, x.key, tie, policy)
         if key not in self._known:
-            try:
-                whole, split = (self._trace(kind, x, splits, policy) for splits in (False, True))
-            except PartitionError as error:
-                raise PartitionError(f"layer {k} ({layer_name(layer)}): {error}") from error
+            whole, split = (self._trace(kind, x, splits, policy) for splits in (False, True))
             tensors = self._modules[kind, True][1]
             self._tables[kind] = max(self._tables.get(kind, 0), whole.tables, split.tables)
             made = _make_profile(layer_name(layer), whole, split, tie=tie, tables=self._tables[kind], **tensors)
@@ -144,7 +141,7 @@ class ModelTraces:
         splittable = splits or precision.weights is not None
         if (kind, splittable) in self._modules:
             return self._run(self._modules[kind, splittable][0], x, splits, policy)
-        layer = self._model.layers[kind]
+        layer = self._model.distinct[kind]
 
         def traced(module: Any) -> LayerTrace:
             tensors = _tensors_of(module, precision.weights)
@@ -167,7 +164,7 @@ class ModelTraces:
         on_cuda = CudaFunctions() if self._model.device == "cuda" else nullcontext()
         # Tensor-parallel layers draw the seed of a rank's own random stream.
         with torch.random.fork_rng(devices=[]), self._fakes.mode, standing_for(self._model.device), on_cuda:
-            return LayerTrace(layer, x, splits, self._counter)
+            return LayerTrace(layer, x, splits, self._model.counter)
 
     def _with_loss(self, last: LayerProfile, x: TensorTree, labels: Any) -> LayerProfile:
         """Return the last layer's profile with the loss added."""
@@ -179,11 +176,12 @@ class ModelTraces:
 
         given = TensorTree.of((x.value(), labels))
         key = (self._context.groups.model.size, type(self._fakes), given.key)
-        if key not in self._losses:
+        losses = self._model.losses
+        if key not in losses:
             # It has no weights whose gradients could be split off.
             trace = self._run(TrainedLayer(loss, self._model.precision), given, splits=False)
-            self._losses[key] = _make_profile("loss", trace, trace)
-        own = self._losses[key]
+            losses[key] = _make_profile("loss", trace, trace)
+        own = losses[key]
         return replace(
             last,
             forward=last.forward + own.forward,

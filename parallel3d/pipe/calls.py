@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
 from parallel3d.schedule.instructions import Op
+
+T = TypeVar("T")
 
 
 class Call(NamedTuple):
@@ -18,6 +21,30 @@ class Call(NamedTuple):
     module: nn.Module | None
     function: Callable[[Any], Any]
     recomputed: bool
+
+
+def in_groups(layers: Sequence[T], interval: int, is_recomputed: Callable[[T], bool]) -> list[tuple[list[T], bool]]:
+    """Return layers in groups, and whether each group is recomputed: as one, where it has `interval` layers or fewer.
+
+    Neighbouring layers that are not recomputed are one group; none is recomputed if the interval is 0.
+    """
+    groups = []
+    for again, neighbours in groupby(layers, key=lambda layer: interval > 0 and is_recomputed(layer)):
+        run = list(neighbours)
+        size = interval if again else len(run)
+        groups += [(run[start : start + size], again) for start in range(0, len(run), size)]
+    return groups
+
+
+def backward_order(groups: Sequence[tuple[list[T], bool]]) -> list[T]:
+    """Return the layers in the order in which a backward runs them, from groups in the order of the forward.
+
+    It runs a recomputed group forward, and then their backwards, the first of which follows at once.
+    """
+    order: list[T] = []
+    for layers, again in reversed(groups):
+        order += [*layers, *layers[-2::-1]] if again else layers[::-1]
+    return order
 
 
 class LayerCalls:
@@ -47,29 +74,17 @@ class LayerCalls:
 
     def groups(self, chunk: int) -> list[tuple[list[Call], bool]]:
         """Return the calls of a chunk in groups, and whether each is recomputed in the backward."""
-        calls = self._calls[chunk]
-        if not self._interval:
-            return [(calls, False)]
-        groups = []
-        for recomputed, neighbours in groupby(calls, key=lambda call: call.recomputed):
-            run = list(neighbours)
-            size = self._interval if recomputed else len(run)
-            groups += [(run[start : start + size], recomputed) for start in range(0, len(run), size)]
-        return groups
+        return in_groups(self._calls[chunk], self._interval, attrgetter("recomputed"))
 
     def runs(self, chunk: int, op: Op) -> list[int]:
         """Return the layers (indices in the list) in the order in which a compute instruction on a chunk runs them.
 
-        A backward runs a group of recomputed layers forward, and then their backwards, the first of which follows at once. A
-        BACKWARD_WEIGHT runs no layer.
+        A BACKWARD_WEIGHT runs no layer.
         """
-        if op is Op.FORWARD:
-            return [call.layer for call in self._calls[chunk]]
-        order: list[int] = []
-        for calls, recomputed in reversed(self.groups(chunk) if op is not Op.BACKWARD_WEIGHT else []):
-            layers = [call.layer for call in calls]
-            order += [*layers, *layers[-2::-1]] if recomputed else layers[::-1]
-        return order
+        if op is Op.BACKWARD_WEIGHT:
+            return []
+        calls = self._calls[chunk] if op is Op.FORWARD else backward_order(self.groups(chunk))
+        return [call.layer for call in calls]
 
     def with_modules(self) -> Iterator[tuple[int, nn.Module]]:
         """Yield (index in the list, module) of each call of a layer that has a module."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import groupby
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from parallel3d.costs.layer_profile import LayerProfile
 from parallel3d.costs.tracing import LayerBytes
+from parallel3d.pipe.calls import in_groups
 from parallel3d.schedule.instructions import Instruction, Op, Program
 from parallel3d.schedule.memory import ChunkBytes
 
@@ -163,9 +163,8 @@ class _Region(NamedTuple):
 
 def _regions(steps: Sequence[_Step], interval: int) -> list[_Region]:
     regions = []
-    for is_recomputed, group in groupby(steps, key=lambda step: step.layer.recomputed):
-        run, size = list(group), interval if is_recomputed else 1
-        regions += [_Region.of(run[start : start + size], is_recomputed) for start in range(0, len(run), size)]
+    for group, again in in_groups(steps, interval, lambda step: step.layer.recomputed):
+        regions += [_Region.of(own, again) for own in ([group] if again else [[step] for step in group])]
     return regions
 
 

@@ -18,7 +18,6 @@ from parallel3d.planner.predict.program import Buckets
 from parallel3d.planner.predict.sharded import ShardedWeights
 from parallel3d.planner.predict.timing import Floats, LayoutLinks, Times, by_op, compute_seconds
 from parallel3d.planner.search.result import StageMemory
-from parallel3d.schedule.builders import WHOLE_BACKWARDS
 from parallel3d.schedule.instructions import Op, Program
 from parallel3d.schedule.lifetimes import LiveLimits
 from parallel3d.schedule.timing import Cost, CriticalPath, Simulation, Timeline
@@ -218,22 +217,6 @@ def reducing_seconds(
     # Read twice and written once, in the accumulators' dtype.
     work = Work(moved=3 * policy.accumulator_dtype(torch.float32).itemsize * sum(numels) / replicas)
     return (links.overlap - 1.0) * reduced, max(compute_seconds(work, d) for d in links.devices[devices_of])
-
-
-def least_computing(layout: Layout, times: Times, placement: Sequence[int]) -> tuple[float, float]:
-    """Return a lower bound of the seconds until the last stage is done, and the mean of what the stages compute.
-
-    times: of the chunks; placement: stage of each chunk.
-    """
-    late = times.compute[0]  # by which each chunk makes those after it start late, and those before it end late
-    if layout.schedule in WHOLE_BACKWARDS:
-        late = times.total
-    elif layout.schedule == "zb-h1":
-        late = np.maximum(times.compute[0], times.compute[0] + times.compute[1] - times.compute[2])
-    ends = np.cumsum(late) - late
-    waits = ends[[placement.index(stage) for stage in range(layout.stages)]]
-    loads = of_stages(times.total, placement) * layout.micro_batches
-    return float((loads + waits).max()), float(loads.mean())
 
 
 def of_stages(of_chunks: Floats, placement: Sequence[int]) -> Floats:

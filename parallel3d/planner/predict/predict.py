@@ -26,7 +26,6 @@ from parallel3d.planner.predict.costs import (
     StepCost,
     StepPrediction,
     fullness_of,
-    least_computing,
     of_stages,
 )
 from parallel3d.planner.predict.memory import MemoryModel
@@ -184,7 +183,15 @@ class Predictor:
         one if backwards are whole; and its replicas exchange all gradients and weights. Then the optimizer steps.
         """
         split = self._split_layout(layout, exactly=False)
-        computing = self.cooled(*least_computing(layout, split.times, split.placement))
+        # By which each chunk makes those after it start late, and those before it end late.
+        late = split.times.compute[0]
+        if layout.schedule in WHOLE_BACKWARDS:
+            late = split.times.total
+        elif layout.schedule == "zb-h1":
+            late = np.maximum(late, late + split.times.compute[1] - split.times.compute[2])
+        waits = (np.cumsum(late) - late)[[split.placement.index(stage) for stage in range(layout.stages)]]
+        loads = of_stages(split.times.total, split.placement) * layout.micro_batches
+        computing = self.cooled(float((loads + waits).max()), float(loads.mean()))
         host = layout.micro_batches * of_stages(split.times.host.sum(axis=0), split.placement)
         longest = max(computing, float(split.reduction_seconds().max()), float(host.max()))
         return longest + self.calibration.factors["optimizer"].value * split.optimizer_seconds()

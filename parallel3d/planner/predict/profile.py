@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from parallel3d.comm.structures import TensorTree
 from parallel3d.config import Config, SelectivePolicy
-from parallel3d.costs.counter import OperatorCounter
 from parallel3d.costs.layer_profile import LayerProfile, extrapolated, recomputed
-from parallel3d.costs.model_traces import INSTEAD, LossFunction, ModelTraces, TracedModel, rows_of
+from parallel3d.costs.model_traces import LossFunction, ModelTraces, TracedModel, rows_of
 from parallel3d.errors import PartitionError
 from parallel3d.parameters import ParameterInfo
 from parallel3d.pipe.layer_choice import choice_rule
@@ -58,28 +57,26 @@ class ModelProfile:
     ):
         self.specs, self.names = list(layers), [layer_name(layer) for layer in layers]
         self.config, self.device = config, device
-        fuses = config.compile.enabled
-        self._traceable = TracedModel(self.specs, loss_fn, (inputs, labels), config, device, fuses)
+        self._traceable = TracedModel(loss_fn, (inputs, labels), config, device)
         self.precision = self._traceable.precision
         chosen = choice_rule(config.pipeline.checkpointable_layers, self.names, "checkpointable_layers")
         self._recomputes = [chosen(k, layer) for k, layer in enumerate(self.specs)]
         # The CPU's attention is traced on fake tensors only; the meta device has no autocast.
         self._on_meta = device == "cuda" and self.precision.autocast is None
-        self._counter = OperatorCounter(INSTEAD, fuses)
-        self._losses: dict[Any, LayerProfile] = {}
         self._in_other_layers: dict[tuple[int, ...], ModelProfile] = {}
-        self._slicings: dict[_Slicing, ModelTraces] = {}
+        self._slicings: dict[tuple[_Slicing, bool], ModelTraces] = {}
+        self._traced: dict[object, tuple[LayerProfile, ...]] = {}
         self._profiles: dict[tuple[_Slicing, int, bool, SelectivePolicy | None], tuple[LayerProfile, ...]] = {}
         self._parameters: dict[object, list[list[ParameterInfo]]] = {}
         self._merged: dict[object, nn.Parameter] = {}
         self._policies: dict[tuple[int, int], ZeroPolicy] = {}
 
     def of_layers(self, layers: Sequence[Layer]) -> ModelProfile:
-        """Return the profile of the same model in other layers, for both of which the loss is traced once."""
+        """Return the profile of the same model in other layers; layers that are in both lists are traced once."""
         traced, key = self._traceable, tuple(map(id, layers))  # the profile keeps the layers
         if key not in self._in_other_layers:
             other = ModelProfile(layers, *traced.sample, traced.loss_fn, self.config, self.device)
-            other._losses = self._losses
+            other._traceable, other._slicings = traced, self._slicings
             self._in_other_layers[key] = other
         return self._in_other_layers[key].with_zero(self.config)
 
@@ -195,17 +192,23 @@ class ModelProfile:
         return layer if layer.tie is not None else replace(layer, parameters=tuple(("", p.parameter) for p in merged))
 
     def _trace(self, slicing: _Slicing, micro_batch: int, policy: SelectivePolicy | None) -> tuple[LayerProfile, ...]:
-        if slicing not in self._slicings:
-            self._slicings[slicing] = ModelTraces(self._traceable, *slicing, self._on_meta, self._counter, self._losses)
         try:
-            return _at(micro_batch, partial(self._slicings[slicing].profiles, policy))
+            return _at(micro_batch, partial(self._at_samples, slicing, policy))
         except PartitionError:
             if not self._on_meta:
                 raise
         # A layer wants to know more of tensors than there is on the meta device: fake ones have it.
         self._on_meta = False
-        self._slicings.clear()
         return self._trace(slicing, micro_batch, policy)
+
+    def _at_samples(self, slicing: _Slicing, policy: SelectivePolicy | None, samples: int) -> tuple[LayerProfile, ...]:
+        where = slicing, self._on_meta
+        if where not in self._slicings:
+            self._slicings[where] = ModelTraces(self._traceable, *slicing, self._on_meta)
+        key = *where, policy, samples
+        if key not in self._traced:
+            self._traced[key] = self._slicings[where].profiles(self.specs, policy, samples)
+        return self._traced[key]
 
 
 def _at(micro_batch: int, traced: Callable[[int], tuple[LayerProfile, ...]]) -> tuple[LayerProfile, ...]:

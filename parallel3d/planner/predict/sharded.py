@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from parallel3d.config.layout import Layout
 from parallel3d.costs.layer_profile import LayerProfile
 from parallel3d.parameters import ParameterInfo
+from parallel3d.pipe.calls import backward_order, in_groups
 from parallel3d.planner.predict.timing import LayoutLinks
 from parallel3d.schedule.instructions import Op
 from parallel3d.schedule.lifetimes import ChunkUses, Lifetimes, LiveLimits, Use
@@ -79,19 +79,7 @@ def sharded_weights(
     def of_chunk(chunk: int) -> ChunkUses:
         own = range(bounds[chunk], bounds[chunk + 1])
         used = {k: tuple(unit for unit in units[k] if unit in sizes[placement[chunk]]) for k in own}
-        order = _backward_order(own, layers, layout.recompute)
+        order = backward_order(in_groups(own, layout.recompute, lambda k: layers[k].recomputed))
         return ChunkUses(tuple(used[k] for k in own), tuple(used[k] for k in order))
 
     return ShardedWeights(tuple(sizes), tuple(map(of_chunk, range(len(placement)))))
-
-
-def _backward_order(own: Sequence[int], layers: Sequence[LayerProfile], interval: int) -> list[int]:
-    """Return the layers in the order in which a backward runs them, as LayerCalls.runs does."""
-    order: list[int] = []
-    for recomputed, neighbours in groupby(reversed(own), key=lambda k: layers[k].recomputed and interval > 0):
-        run = list(neighbours)[::-1]
-        size = interval if recomputed else len(run)
-        for start in reversed(range(0, len(run), size)):
-            group = run[start : start + size]
-            order += [*group, *group[-2::-1]] if recomputed else group[::-1]
-    return order

@@ -111,14 +111,14 @@ class Planner:
         chooses = pipeline.get("checkpointable_layers") is not None or compiled.get("layers") is not None
         return [] if chooses or model.halves is None else model.halves
 
+    @rare_collections()
     def answer(self) -> PlanResult:
         """Search the space, improve the best layouts, and return the result."""
-        with rare_collections():
-            search = BranchAndBound(self.predictor, self.space, self.question.num_best)
-            found = search.run()
-            near = [c for c in found[:MOST_NEAR] if c.rank[1] <= _NEAR * found[0].rank[1]]
-            improved = [improve(self.predictor, candidate) for candidate in near] + found[len(near) :]
-            return self._result(search, listed(self._with_autos(improved), self.question.num_best))
+        search = BranchAndBound(self.predictor, self.space, self.question.num_best)
+        found = search.run()
+        near = [c for c in found[:MOST_NEAR] if c.rank[1] <= _NEAR * found[0].rank[1]]
+        improved = [improve(self.predictor, candidate) for candidate in near] + found[len(near) :]
+        return self._result(search, listed(self._with_autos(improved), self.question.num_best))
 
     def _with_autos(self, found: list[StepPrediction]) -> list[StepPrediction]:
         """Add schedule "auto" on the best candidate's chunks if that is quick; if asked for, on all chunks, and it alone."""

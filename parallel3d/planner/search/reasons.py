@@ -11,7 +11,7 @@ from parallel3d.planner.formats import duration
 from parallel3d.planner.network.placement import Grid
 from parallel3d.planner.predict.costs import StepPrediction, fullness_of
 from parallel3d.planner.search.result import Prediction, Rejected, StageMemory
-from parallel3d.planner.search.search import BranchAndBound, OutOfMemory
+from parallel3d.planner.search.search import BranchAndBound, OutOfMemory, groups_of
 
 _GIB = 2**30
 _MOST = 24  # rejected layouts that are listed
@@ -73,24 +73,23 @@ def _does_not_fit(memory: Sequence[StageMemory]) -> str:
 
 def _ruled_out(search: BranchAndBound, known: set[Grid], winner: Prediction | None) -> list[Rejected]:
     """Return one layout of each shape of which none was evaluated."""
-    found: dict[Grid, Rejected] = {}
+    found: list[Rejected] = []
     space, bounds, shares = search.space, search.bounds, search.least_shares
-    order = np.argsort(bounds.seconds, kind="stable")
-    for k, (stages, replicas, tensor_ranks) in zip(order.tolist(), space.shapes[order].tolist(), strict=True):
-        shape = (stages, replicas, tensor_ranks)
-        if shape in known or shape in found:
+    groups = groups_of(space.stages, space.replicas, space.tensor_ranks)
+    for k in sorted((int(own[bounds.seconds[own].argmin()]) for own in groups), key=lambda k: bounds.seconds[k]):
+        layout, seconds = space.layout(k), bounds.seconds[k]
+        if layout.shape in known:
             continue
-        seconds = bounds.seconds[k]
         if not np.isfinite(seconds):
-            why = bounds.why_not_sharded[tensor_ranks]
+            why = bounds.why_not_sharded[layout.tensor_ranks]
         elif shares[k] > 1.0:
             why = _at_least(search, k)[0]
         elif winner is not None:
-            why = f"can't be under {duration(seconds)}, the compute of its layers evenly spread and its pipeline's filling"
+            why = f"can't be under {duration(seconds)}, its compute and reductions evenly spread, and its pipeline's filling"
         else:
             continue
-        found[shape] = Rejected(layout=space.layout(k).text, why=why)
-    return list(found.values())
+        found.append(Rejected(layout=layout.text, why=why))
+    return found
 
 
 def trade_off(found: Sequence[StepPrediction]) -> tuple[tuple[int, float, str], ...]:

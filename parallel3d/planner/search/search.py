@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from heapq import heapify, heappop, heappush
-from itertools import islice
+from heapq import heappop, heappush
+from itertools import count, islice, repeat
 from math import inf
 from typing import Any
 
@@ -134,7 +134,7 @@ class Bounds:
         found = np.full((5, len(space)), np.inf)
         # Recomputation of a part takes at least as long as none.
         full, policy = (space.recompute > 0) & ((space.policy == 0) | by_policy), space.policy * by_policy
-        for chosen in _groups(*sharding, full, policy, space.micro_batch, space.halves, whole):
+        for chosen in groups_of(*sharding, full, policy, space.micro_batch, space.halves, whole):
             layout, is_whole = space.layout(chosen[0]), bool(whole[chosen[0]])
             if layout.policy is not None and not by_policy:
                 layout = layout.model_copy(update={"recompute": 0, "policy": None})
@@ -170,7 +170,7 @@ class Bounds:
         """Return at least the seconds by which reductions in every micro-batch make each of its backwards longer, [layouts]."""
         predictor, found = self._predictor, np.zeros(len(space))
         profile = predictor.profile()
-        for chosen in _groups(space.tensor_ranks, space.stages, space.replicas, space.zero):
+        for chosen in groups_of(space.tensor_ranks, space.stages, space.replicas, space.zero):
             layout = space.layout(chosen[0])
             policy, links = profile.policy(layout.zero), predictor.links(layout, exactly=False)
             (whole,) = profile.stage_parameters(layout.tensor_ranks, False, (0, len(profile.specs)), (0,), merged=True)
@@ -184,7 +184,7 @@ class Bounds:
     def _bound_bytes(self, space: Space, by_policy: bool = False) -> Floats:
         predictor, found = self._predictor, np.zeros((2, len(space)))
         profile, memory = predictor.profile(), predictor.memory_model(None)
-        for chosen in _groups(space.tensor_ranks, space.replicas, space.zero):
+        for chosen in groups_of(space.tensor_ranks, space.replicas, space.zero):
             layout = space.layout(chosen[0])
             bounds = 0, len(profile.specs)
             (whole,) = profile.stage_parameters(layout.tensor_ranks, False, bounds, (0,), merged=True)
@@ -197,17 +197,18 @@ class Bounds:
             state = predict_state(whole, policy, layout.replicas)
             found[0, chosen] = state.steady / space.stages[chosen]
         in_flight, late = np.minimum(space.in_flight, space.micro_batches), space.deferred
-        for chosen in _groups(space.tensor_ranks, space.sequence_parallel, space.recompute, space.policy * by_policy):
+        for chosen in groups_of(space.tensor_ranks, space.sequence_parallel, space.recompute, space.policy * by_policy):
             one = space.layout(chosen[0]).model_copy(update={"micro_batch": 1, "units": None})
             one = one if by_policy else one.model_copy(update={"policy": None})
             stages, samples = space.stages[chosen], _EVEN * space.micro_batch[chosen]
             held, deferred = memory.held(one)
-            found[0, chosen] += samples * np.maximum(held * in_flight[chosen], deferred * late[chosen]) / stages
+            kept = np.where(space.whole_backwards[chosen], held, min(held, deferred))
+            found[0, chosen] += samples * np.maximum(kept * in_flight[chosen], deferred * late[chosen]) / stages
         found[0] *= 1.0 + predictor.calibration.memory["slack"].value * memory.gaps
         return found
 
 
-def _groups(*columns: npt.NDArray[Any]) -> list[Integers]:
+def groups_of(*columns: npt.NDArray[Any]) -> list[Integers]:
     """Return the indices of the rows that have equal values, group by group."""
     rows = np.zeros(len(columns[0]), dtype=np.int64)  # a number for each row
     for column in columns:
@@ -302,8 +303,7 @@ class BranchAndBound:
         best = min((c.rank[1] for c in self.fitting), default=np.inf)
         fitting, limit = {c.layout for c in self.fitting}, self._limit()
         seconds, worth = self._seconds, np.where(self.space.halves, WORTH_HALVES, 1.0)
-        waiting = [(float(seconds[k]), n, k, False) for n, k in enumerate(order.tolist())]
-        heapify(waiting)
+        waiting = list(zip(seconds[order].tolist(), count(), order.tolist(), repeat(False)))  # in order, and so a heap
         while waiting and (waiting[0][0] < best or len(fitting) < self._num_best):
             _, n, k, is_near = heappop(waiting)
             if self.bounds.passing[k] / worth[k] > limit:

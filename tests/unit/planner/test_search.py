@@ -175,12 +175,15 @@ def test_what_is_refused_is_what_predictions_say_not_to_fit() -> None:
 @pytest.mark.parametrize("ranks", [3, 8])
 def test_some_stage_holds_and_defers_as_many_micro_batches_as_the_bounds_say(ranks: int) -> None:
     space = enumerate_space(ranks, 32, 32, 0, [1])
-    space = space.where(~space.whole_backwards & (space.zero + space.recompute == 0) & (space.micro_batch % 3 != 1))
+    space = space.where(~space.whole_backwards & (space.zero + space.recompute == 0) & (space.micro_batch > 1))
     assert len(space)
     for k in range(len(space)):
         layout = space.layout(k)
         program = build(layout.schedule, layout.stages, layout.micro_batches, layout.chunks, layout.placement)
-        for bound, one in ((space.in_flight, ChunkBytes(saved=1)), (space.deferred, ChunkBytes(deferred=1))):
+        for bound, one in (
+            (space.in_flight, ChunkBytes(saved=1, deferred=1)),
+            (space.deferred, ChunkBytes(deferred=1)),
+        ):
             chunks = dict.fromkeys(range(len(program.placement)), one)
             most = max(max(bytes_in_flight(instructions, chunks)) for instructions in program.instructions)
             assert min(bound[k], layout.micro_batches) * layout.chunks <= most, layout.text
