@@ -23,7 +23,7 @@ import torch
 import torch._dynamo  # which optimizers import
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-import parallel3d  # noqa: F401 (the ranks' imports)
+from parallel3d import initialize  # noqa: F401 (the ranks' imports)
 
 
 def fork_rank(args: Sequence[str], env: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
