@@ -24,9 +24,8 @@ from parallel3d.schedule.instructions import COMPUTE_OPS
         (1, 0, {}, (0, 1, 1, 0)),
         (2, 2, {"num_chunks": 3, "max_in_flight": 2.0}, (0, 1, 0, 1, 0, 1)),
         (2, 1, {"num_chunks": 1}, (0, 1)),
-        (2, 0, {}, (0, 1, 1, 0)),
     ],
-    ids=["defaults", "loops", "one chunk", "all-reduces"],
+    ids=["defaults", "loops", "one chunk"],
 )
 def test_measuring_and_planning_change_no_number(
     run_ranks, tmp_path: Path, dp: int, zero: int, pipeline: dict[str, Any], placement: tuple[int, ...]
