@@ -70,6 +70,12 @@ def pairs(layout: Layout) -> frozenset[Any]:
     return frozenset(combinations(asdict(layout).items(), 2))
 
 
+def worth(layout: Layout, num_pairs: int) -> float:
+    """How good a row of a cover it is that adds so many pairs, as in layouts.py."""
+    shown = 0.55 if 1 in (layout.pp, layout.dp) else 1.0
+    return shown * num_pairs / (layout.num_ranks + 2) ** 0.5
+
+
 def cover(max_ranks: int = 16) -> list[Layout]:
     """Layouts of at most so many ranks that hold every pair of values that any holds: greedily the best of some."""
     fitting = [layout for layout in ALL if layout.num_ranks <= max_ranks]
@@ -79,7 +85,7 @@ def cover(max_ranks: int = 16) -> list[Layout]:
         one = next(iter(sorted(left, key=repr)))
         holding = [layout for layout in fitting if one in pairs(layout)]
         some = rng.sample(holding, min(40, len(holding)))
-        chosen.append(max(some, key=lambda layout: len(pairs(layout) & left)))
+        chosen.append(max(some, key=lambda layout: worth(layout, len(pairs(layout) & left))))
         left -= pairs(chosen[-1])
     return chosen
 

@@ -17,17 +17,22 @@ from parallel3d.errors import ConfigError
 from parallel3d.schedule.auto import Measured, Plan, make_plan
 from parallel3d.schedule.instructions import COMPUTE_OPS
 
+PLANNED: dict[str, tuple[int, int, dict[str, Any], tuple[int, ...]]] = {
+    "defaults": (1, 0, {}, (0, 1, 1, 0)),
+    "loops": (2, 2, {"num_chunks": 3, "max_in_flight": 2.0}, (0, 1, 0, 1, 0, 1)),
+    "one chunk": (2, 1, {"num_chunks": 1}, (0, 1)),
+    "all-reduces": (2, 0, {}, (0, 1, 1, 0)),
+}
 
-@pytest.mark.parametrize(
-    ("dp", "zero", "pipeline", "placement"),
-    [
-        (1, 0, {}, (0, 1, 1, 0)),
-        (2, 2, {"num_chunks": 3, "max_in_flight": 2.0}, (0, 1, 0, 1, 0, 1)),
-        (2, 1, {"num_chunks": 1}, (0, 1)),
-        (2, 0, {}, (0, 1, 1, 0)),
-    ],
-    ids=["defaults", "loops", "one chunk", "all-reduces"],
-)
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """All-reduces, which test_parity.py has in every schedule, in a planned one too with --full."""
+    if "placement" in metafunc.fixturenames:
+        names = [name for name in PLANNED if metafunc.config.getoption("full") or name != "all-reduces"]
+        values = [PLANNED[name] for name in names]
+        metafunc.parametrize(("dp", "zero", "pipeline", "placement"), values, ids=names)
+
+
 def test_measuring_and_planning_change_no_number(
     run_ranks, tmp_path: Path, dp: int, zero: int, pipeline: dict[str, Any], placement: tuple[int, ...]
 ):

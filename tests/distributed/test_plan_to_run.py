@@ -40,7 +40,7 @@ layers = models.from_hf(args.model, weights=False, config=config)
 module = parallel3d.PipelineModule(layers, loss_fn=models.causal_lm_loss, config=config)
 data = [(ids, ids) for ids in torch.randint(64, (8, 32))]
 engine, *_ = parallel3d.initialize(args=args, model=module, training_data=data)
-losses = [float(engine.train_batch()) for _ in range(24)]
+losses = [float(engine.train_batch()) for _ in range(14)]
 if engine.global_rank == 0:
     print(json.dumps({"layers": len(layers), "stages": module.num_stages, "losses": losses}))
 parallel3d.comm.destroy()

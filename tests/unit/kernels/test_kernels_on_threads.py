@@ -63,17 +63,56 @@ def sanitizer(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     return SANITIZER if works else ()
 
 
+# Of each kernel, rules: an expression, and what is there instead where the rule is broken.
+BROKEN = {
+    "all_reduce": {
+        "one half": ("(number % 2) * call.peers.half", "0"),
+        "another order of ranks": ("widen(parts[r].values[v])", "widen(parts[World - r].values[v])"),
+        "parts without end": ("min(start + part, vectors)", "vectors"),
+    },
+    "reduce_scatter": {
+        "one half": ("(number % 2) * call.peers.half", "0"),
+        "another order of ranks": ("widen(parts[k][r].values[v])", "widen(parts[k][World - r].values[v])"),
+        "the own part is not rounded": (
+            "widen(parts[k][0].values[v])",
+            "rank ? widen(parts[k][0].values[v]) : load_wide<T>((const float*)own, vector, call.size).values[v]",
+        ),
+        "squares of the input": (
+            "double(total.values[v]) * total.values[v]",
+            "double(float(own[vector])) * float(own[vector])",
+        ),
+    },
+    "adamw": {
+        "epsilon is corrected too": ("sqrtf(s) / rule.root + rule.epsilon", "(sqrtf(s) + rule.epsilon) / rule.root"),
+        "one group's settings": ("call.groups[part->group]", "call.groups[0]"),
+        "weights of peers are left out": ("call.weights[r]", "call.weights[0]"),
+    },
+}
+# The all-reduce's own rounding to half precision hides orders of ranks.
+DTYPE = {"all_reduce": "fp32", "reduce_scatter": "bf16", "adamw": "fp16"}
+
+
+def compile_kernel(kernel: str, folder: Path, sanitizer: tuple[str, ...]) -> None:
+    """Make the program of a kernel whose rules can each be broken, for all dtypes and worlds."""
+    for path in source_files():
+        shutil.copy(path, folder)
+    header = folder / f"{kernel}.cuh"
+    text = header.read_text()
+    for number, (rule, instead) in enumerate(BROKEN[kernel].values(), 1):
+        assert rule in text
+        text = text.replace(rule, f"(broken == {number} ? ({instead}) : ({rule}))")
+    header.write_text(text)
+    assert compiled(HERE / f"{kernel}_on_threads.cpp", folder / "program", *sanitizer, f"-I{folder}")
+
+
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory, sanitizer: tuple[str, ...]) -> Programs:
-    """The program of a kernel, for all dtypes and worlds."""
-
     @cache
     def program(kernel: str) -> Path:
         with shared_folder(tmp_path_factory, kernel) as folder:
-            target, headers = folder / "program", source_files()[0].parent
-            source = HERE / f"{kernel}_on_threads.cpp"
-            assert target.exists() or compiled(source, target, *sanitizer, f"-I{headers}")
-            return target
+            if not (folder / "program").exists():
+                compile_kernel(kernel, folder, sanitizer)
+            return folder / "program"
 
     return program
 
@@ -120,71 +159,11 @@ def test_each_meeting_keeps_writers_of_weights_from_readers(
     assert any(status != 0 and "data race" in said for status, said in runs)
 
 
-# Of each kernel, rules: an expression, and what is there instead where the rule is broken.
-BROKEN = {
-    "all_reduce": {
-        "one half": ("(number % 2) * call.peers.half", "0"),
-        "another order of ranks": ("widen(parts[r].values[v])", "widen(parts[World - r].values[v])"),
-        "parts without end": ("min(start + part, vectors)", "vectors"),
-    },
-    "reduce_scatter": {
-        "one half": ("(number % 2) * call.peers.half", "0"),
-        "another order of ranks": ("widen(parts[k][r].values[v])", "widen(parts[k][World - r].values[v])"),
-        "the own part is not rounded": (
-            "widen(parts[k][0].values[v])",
-            "rank ? widen(parts[k][0].values[v]) : load_wide<T>(own, vector, call.size).values[v]",
-        ),
-        "squares of the input": ("double(total.values[v]) * total.values[v]", "double(own[vector]) * own[vector]"),
-    },
-    "adamw": {
-        "epsilon is corrected too": ("sqrtf(s) / rule.root + rule.epsilon", "(sqrtf(s) + rule.epsilon) / rule.root"),
-        "one group's settings": ("call.groups[part->group]", "call.groups[0]"),
-        "weights of peers are left out": ("call.weights[r]", "call.weights[0]"),
-    },
-}
-# The all-reduce's own rounding to half precision hides orders of ranks.
-KIND = {
-    "all_reduce": ("float", "fp32"),
-    "reduce_scatter": ("__nv_bfloat16", "bf16"),
-    "adamw": ("__half", "fp16"),
-}
-
-
-def compile_broken(kernel: str, folder: Path, sanitizer: tuple[str, ...]) -> None:
-    for path in source_files():
-        shutil.copy(path, folder)
-    header = folder / f"{kernel}.cuh"
-    text = header.read_text()
-    for number, (rule, instead) in enumerate(BROKEN[kernel].values(), 1):
-        assert rule in text
-        text = text.replace(rule, f"(broken == {number} ? ({instead}) : ({rule}))")
-    header.write_text(text)
-    flags = (*sanitizer, f"-I{folder}", f"-DP3D_DTYPES={KIND[kernel][0]}", "-DP3D_WORLDS=4")
-    assert compiled(HERE / f"{kernel}_on_threads.cpp", folder / "program", *flags)
-    assert run(folder / "program", KIND[kernel][1], 4, 1, 12) == (0, "ok\n")
-
-
-@pytest.fixture(scope="module")
-def broken_programs(tmp_path_factory: pytest.TempPathFactory, sanitizer: tuple[str, ...]) -> Programs:
-    """The program of a kernel whose rules can each be broken, for one dtype and 4 ranks."""
-
-    @cache
-    def program(kernel: str) -> Path:
-        with shared_folder(tmp_path_factory, f"broken_{kernel}") as folder:
-            if not (folder / "program").exists():
-                compile_broken(kernel, folder, sanitizer)
-            return folder / "program"
-
-    return program
-
-
 @pytest.mark.parametrize(("kernel", "rule"), [(kernel, rule) for kernel, rules in BROKEN.items() for rule in rules])
-def test_a_broken_kernel_is_found_out(
-    broken_programs: Programs, sanitizer: tuple[str, ...], kernel: str, rule: str
-) -> None:
+def test_a_broken_kernel_is_found_out(programs: Programs, sanitizer: tuple[str, ...], kernel: str, rule: str) -> None:
     """A race shows in most runs, not in all: it takes two threads that meet."""
     if not sanitizer and rule == "one half":
         pytest.skip("ThreadSanitizer does not work on this machine, and numbers alone rarely show a race")
     fault = f"broken {list(BROKEN[kernel]).index(rule) + 1}"
-    program, dtype = broken_programs(kernel), KIND[kernel][1]
+    program, dtype = programs(kernel), DTYPE[kernel]
     assert any(run(program, dtype, 4, seed, 15, fault)[0] not in (0, 2) for seed in range(200))
