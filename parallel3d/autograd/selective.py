@@ -41,7 +41,7 @@ class _Kept:
 
 
 class _Region:
-    """What one region keeps, in the order of its forward. saved: number of tensors that autograd has saved in it."""
+    """Results that one region keeps, in the order of its forward. saved: number of tensors that autograd has saved in it."""
 
     def __init__(self) -> None:
         self._kept: deque[_Kept] = deque()
