@@ -190,9 +190,9 @@ def configuration(
             config |= {section: {**given_section(config, section), **own}} if section else own
     if layout.units is not None or "units" in given_section(base, "pipeline"):
         config["pipeline"]["units"] = layout.units or "block"
-    own = given_section(base, "activation_checkpointing")
-    if layout.policy is not None or ("policy" in own and not isinstance(layout, PartialLayout)):
-        config["activation_checkpointing"] = {**own, "policy": layout.policy}
+    recomputation = given_section(base, "activation_checkpointing")
+    if layout.policy is not None or ("policy" in recomputation and not isinstance(layout, PartialLayout)):
+        config["activation_checkpointing"] = {**recomputation, "policy": layout.policy}
     if bounds is not None:
         config["pipeline"]["partition"] = list(bounds)
     if live is not None:

@@ -120,8 +120,8 @@ class Space:
         """Ranks along pipe, data, model, [layouts, 3]."""
         return np.stack([self.stages, self.replicas, self.tensor_ranks], axis=1)
 
-    def where(self, kept: BoolArray) -> Space:
-        """Return the layouts that are kept."""
+    def where(self, kept: BoolArray | Integers) -> Space:
+        """Return the layouts that are kept: whether each is, or their indices."""
         return Space(*(getattr(self, f.name)[kept] for f in fields(self)))
 
     def layout(self, k: int) -> Layout:
