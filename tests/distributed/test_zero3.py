@@ -89,6 +89,7 @@ def held(pipeline: dict[str, Any], ahead: int) -> Any:
         "whole": sum(
             p.untyped_storage().nbytes() for w in own for p in w.parameters if p.untyped_storage().nbytes() > 4
         ),
+        "kept": sum(w._whole.untyped_storage().nbytes() for w in own),
         "shards": sum(w.shard.numel() for w in own),
         "padded": sum(w.numel for w in own),
     }
@@ -99,7 +100,7 @@ def test_what_is_gathered_is_what_was_planned(run_ranks, pipeline: dict[str, Any
         executed, planned = found["gathers"]
         assert executed == planned > 0
         assert 0 < found["peak"] <= SHARDED["stage3_max_live_parameters"]
-        assert (found["live"], found["states"], found["whole"]) == (0, {WeightState.SHARDED}, 0)
+        assert (found["live"], found["states"], found["whole"], found["kept"]) == (0, {WeightState.SHARDED}, 0, 0)
         assert found["shards"] * 2 == found["padded"]
 
 
