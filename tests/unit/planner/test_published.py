@@ -8,6 +8,8 @@ tables for H100s some rows, between which others are as near. They differ in wha
   fused here as torch.compile does it, about as much as its jitted kernels did. The 2021 code is taken to have waited for the
   all-reduces of backwards, which the 2022 paper has behind weights' gradients. Its table has FLOP/s, by formula 3 of the paper,
   instead of seconds.
+- llama3: nothing is recomputed there but what "cheap" recomputes, or attention, without which 8,192 GPUs are too small by 0.5
+  GiB; the number of chunks isn't published, but that the first and the last one have no block.
 - gpt3: dropout, fused attention. nemotron4: squared ReLU counts as ReLU, rotary positions turn all of a head instead of half;
   "selective" recomputes the fused attention. gpt3 and the smaller nemotron4 hide more of tensor-parallel communication than
   the runtime here does.
@@ -118,6 +120,8 @@ class Published:
 
 
 def decoder_of(run: Published) -> DecoderConfig:
+    if run.kind == "llama3":
+        return replace(MODELS["llama3-405b"], max_positions=8192)
     if run.kind == "nemotron4":
         return DecoderConfig(
             vocab_size=256000,
@@ -213,10 +217,12 @@ def test_a_published_step_is_predicted(run: Published):
     predictor = Predictor(*profile(run.kind, run.hidden, run.layers, run.heads, run.selective), network(run.cluster))
     predictor._programs = PROGRAMS
     layout = parse_layout(run.layout)
-    bounds = equal_block_bounds(run.layers, layout.stages * layout.chunks, behind=2)
+    # One of the model's 126 blocks a chunk, and none in the first and the last one.
+    bounds = None if run.kind == "llama3" else equal_block_bounds(run.layers, layout.stages * layout.chunks, behind=2)
     # Long pipelines as a search predicts them, in a tenth of the time; their micro-batches are single samples anyway.
     predicted = predictor.predict(layout, bounds=bounds)
     assert predicted.seconds == pytest.approx(run.seconds, rel=TOLERANCE)
+    assert predicted.fits or run.kind != "llama3"
 
 
 def measured() -> list[tuple[str, int, float]]:
