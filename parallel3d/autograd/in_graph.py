@@ -33,13 +33,14 @@ class Port:
     under way needs, and gets those that the sink does not take.
 
     - token: None until `open`; on the parameters' device, where their gradients are accumulated by the same thread.
-    - number: in PORTS, as a tensor on the CPU: the graph has it as an input, so that all layers of a kind share one graph.
+    - number: in PORTS, as a tensor on the CPU: the graph has it as an input, so that all layers of a kind share one graph. None
+      until `open`, too: where layers are traced on fake tensors, it could not be made.
     """
 
     def __init__(self, sink: GradientSink):
         self.sink = sink
         self.token: Tensor | None = None
-        self.number = torch.tensor(PORTS.add(self), device="cpu")
+        self.number: Tensor | None = None
         self._parameters: list[Tensor | None] = []
         self._edges: list[Any] = []
         self._values: list[Tensor | None] = []
@@ -53,6 +54,8 @@ class Port:
         self._parameters = [p if p is not None and p.requires_grad else None for p in (weight, bias)]
         self._values = [None, None]
         needed = [p for p in self._parameters if p is not None]
+        if self.number is None:
+            self.number = torch.tensor(PORTS.add(self), device="cpu")
         self.token = _Token.apply(int(self.number), *needed) if needed else torch.empty(0)
         node: Any = self.token.grad_fn
         edges = iter(node.next_functions if needed else ())
