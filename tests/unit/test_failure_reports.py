@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.activity import PHASE, POSITION, SLOT_BYTES, STEADY, Activity, Phase, is_in_first_step, is_untimed
-from parallel3d.config import CompileConfig
+from parallel3d.autograd.sink import GradientSink
+from parallel3d.config import load
 from parallel3d.engine.compile import Compilation
 from parallel3d.errors import CheckpointError, ConfigError, ExecutionError, execution_error
 from parallel3d.failures.board import Board
@@ -151,9 +152,12 @@ class Doubling(torch.nn.Module):
 def test_a_compilation_counts_as_a_move():
     groups = SimpleNamespace(activity=Activity(), rank=0, model=SimpleNamespace(size=1))
     layer = Doubling()
-    model = SimpleNamespace(groups=groups, layer_names=[], calls=SimpleNamespace(modules=lambda: [("0", layer)]))
+    calls = SimpleNamespace(modules=lambda: [("0", layer)], with_modules=lambda: [(0, layer)])
+    model = SimpleNamespace(groups=groups, layer_names=[], calls=calls, modules=layer.modules)
     model.wrap_loss = lambda wrap: None
-    compilation = Compilation(cast(Any, model), CompileConfig(enabled=True, backend="eager"))
+    compilation = Compilation(
+        cast(Any, model), load({"compile": {"enabled": True, "backend": "eager"}}), GradientSink()
+    )
     compilation.compile({})
     before = bytes(groups.activity.slots)
     layer(torch.ones(2))
