@@ -26,7 +26,7 @@ from parallel3d.planner.search.model import PlannedModel
 from parallel3d.planner.search.reasons import trade_off, what_would_fit, why_not
 from parallel3d.planner.search.result import LinkLoad, PlanResult, Prediction, RankPlace, TimelineSpan
 from parallel3d.planner.search.search import MOST_NEAR, BranchAndBound, evaluate, listed
-from parallel3d.planner.search.space import Space, enumerate_space
+from parallel3d.planner.search.space import POLICIES, Space, enumerate_space
 from parallel3d.schedule.auto import Measured, make_plan
 from parallel3d.schedule.instructions import Op, Program
 from parallel3d.schedule.memory import bytes_in_flight
@@ -72,13 +72,13 @@ class Planner:
     def __init__(self, question: Question, like: Planner | None = None):
         self.question, model, cluster = question, question.model, question.cluster
         config = load(configuration(Layout(zero=3), model.config))  # with all keys that may count
-        self.space = self._space(config.zero_optimization.offload_param.device not in ("none", None))
+        self.space = self._space(config)
         known = None if like is None else like.profile.with_zero(config)
         self.profile: ModelProfile = known or profile_of(model, cluster, config)
         self.network = Network(question.calibration.correct_cluster(cluster))
         self.predictor = Predictor(model, self.profile, self.network, question.calibration, question.measured)
 
-    def _space(self, offloads: bool) -> Space:
+    def _space(self, config: Config) -> Space:
         question, fixed = self.question, self.question.fixed
         count, batch = len(question.cluster.gpus), question.global_batch
         if not 1 <= batch <= _MOST_SAMPLES:
@@ -87,7 +87,10 @@ class Planner:
         layers, halves = len(question.model.layers), len(self._halves())
         if layers > _MOST_LAYERS:
             raise ConfigError(f"{question.model.name} has {layers} layers; plan for a model of {_MOST_LAYERS} or fewer")
+        offloads = config.zero_optimization.offload_param.device not in ("none", None)
         space = enumerate_space(count, batch, layers, halves, tensor_ranks, fixed, offloads)
+        if config.compile.enabled:  # a compiled layer can't recompute its attention alone
+            space = space.where(space.policy != POLICIES.index("attention"))
         if len(space):
             return space
         if fixed is not None and len(enumerate_space(count, batch, layers, halves, tensor_ranks)):
