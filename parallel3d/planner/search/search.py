@@ -275,12 +275,13 @@ class BranchAndBound:
         selective = self.space.policy[order] > 0
         if not selective.all():
             self._find_best(order[~selective])
-        # Layers are recomputed in part where that may be faster than what fits without: their traces take long.
-        best = min((c.rank[1] for c in self.fitting), default=np.inf)
-        others = order[selective & (self._seconds[order] < best)]
-        self.bounds.refine(self.space, others)
-        others = others[np.argsort(self._seconds[others], kind="stable")]
-        self._find_best(others[(self._seconds[others] < best) & (self.least_shares[others] <= 1.0)])
+        # Layers are recomputed in part where that may be faster than what fits with less: their traces take long.
+        for policy in range(1, len(POLICIES)):
+            best = min((c.rank[1] for c in self.fitting), default=np.inf)
+            others = order[(self.space.policy[order] == policy) & (self._seconds[order] < best)]
+            self.bounds.refine(self.space, others)
+            others = others[np.argsort(self._seconds[others], kind="stable")]
+            self._find_best(others[(self._seconds[others] < best) & (self.least_shares[others] <= 1.0)])
         if self.fitting:
             self._find_alternatives(order[~selective])
         return self.fitting
