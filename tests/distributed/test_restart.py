@@ -151,7 +151,7 @@ def test_a_lost_node_leaves_fewer_replicas(tmp_path: Path, amid: str):
     def start(last_call: int, **more: str) -> WarmProcess:
         # PyTorch 2.11's agents fail otherwise when the first node is lost.
         more["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-            # Quicker than by default, and yet not on a busy machine: a node counts as lost after 10 s.
+        # Quicker than by default, and yet not on a busy machine: a node counts as lost after 10 s.
         conf = f"join_timeout=60,last_call_timeout={last_call},keep_alive_interval=1,keep_alive_max_attempt=10,is_host=false"
         torchrun = ["--nnodes", "1:2", "--nproc_per_node", "1", "--max_restarts", "3"]
         torchrun += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{store.port}", "--rdzv_conf", conf]
