@@ -1,6 +1,6 @@
 """Operators that torch.compile takes into its graphs as they are, and numbers for the objects that they work with.
 
-They are defined without torch.library.custom_op, whose wrappers cost the host tens of microseconds a call.
+They are defined without torch's custom_op, whose wrappers cost the host tens of microseconds a call.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def define(
 ) -> Callable[..., Any]:
     """Define and return torch.ops.parallel3d.<name>.
 
-    - schema: arguments and results, in the syntax of torch.library.define.
+    - schema: arguments and results, in the syntax of torch's operator schemas.
     - fake: returns results of the right shapes, without values.
     - tags: of torch.Tag.
 
