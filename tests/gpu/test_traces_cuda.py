@@ -10,7 +10,7 @@ from pathlib import Path
 
 import toy
 from layouts import make_engine, own_iterator
-from ranks import RankPool
+from ranks import RankPools
 
 from parallel3d.monitor.traces import MERGED, merge_traces
 
@@ -24,7 +24,7 @@ def traced(directory: str) -> None:
         engine.train_batch(data)
 
 
-def test_kernels_of_all_ranks_are_in_one_trace(gpu_pool: RankPool, tmp_path: Path):
+def test_kernels_of_all_ranks_are_in_one_trace(gpu_pool: RankPools, tmp_path: Path):
     gpu_pool.run(2, traced, str(tmp_path))
     assert merge_traces(tmp_path, tmp_path / MERGED) == 2
     with gzip.open(tmp_path / MERGED, "rt") as file:
