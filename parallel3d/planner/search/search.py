@@ -116,13 +116,21 @@ class Bounds:
         fastest = min(devices, key=lambda device: compute_seconds(Work(1e15, 1e14, 1e12), device))
         self._device = replace(fastest, host_seconds=min(device.host_seconds for device in devices))
         self.why_not_sharded: dict[int, str] = {}
+        self._refined: set[tuple[Any, ...]] = set()
         (self.seconds, self.passing), found = self._bound_seconds(space), np.zeros((2, len(space)))
         possible = np.isfinite(self.seconds)
         found[:, possible] = self._bound_bytes(space.where(possible))
         self.bytes, self.host = found
 
-    def refine(self, space: Space, rows: Integers) -> None:
-        """Bound layouts of a space again, by traces of their policies."""
+    def refine(self, space: Space, k: int) -> None:
+        """Bound layout k of a space again, by the traces of its policy, and all others that share them."""
+        if not space.policy[k]:
+            return
+        same = space.tensor_ranks[k], space.sequence_parallel[k], space.policy[k]
+        if same in self._refined:
+            return
+        self._refined.add(same)
+        rows = (space.tensor_ranks == same[0]) & (space.sequence_parallel == same[1]) & (space.policy == same[2])
         some = space.where(rows)
         self.seconds[rows], self.passing[rows] = self._bound_seconds(some, by_policy=True)
         self.bytes[rows], _ = self._bound_bytes(some, by_policy=True)
@@ -258,6 +266,9 @@ class BranchAndBound:
         shares: Floats = np.maximum(self.bounds.bytes / self.capacity, self.bounds.host / self.host_capacity)
         return shares
 
+    def _least_share(self, k: int) -> float:
+        return float(max(self.bounds.bytes[k] / self.capacity, self.bounds.host[k] / self.host_capacity))
+
     @property
     def candidates(self) -> list[StepPrediction]:
         """All layouts that were predicted."""
@@ -272,42 +283,31 @@ class BranchAndBound:
         """Return the candidates that fit, the best first; none if nothing fits."""
         possible = np.flatnonzero(np.isfinite(self.bounds.seconds) & (self.least_shares <= 1.0))
         order = possible[np.argsort(self._seconds[possible], kind="stable")]
-        selective = self.space.policy[order] > 0
-        if not selective.all():
-            self._find_best(order[~selective])
-        # Layers are recomputed in part where that may be faster than what fits with less: their traces take long.
-        for policy in range(1, len(POLICIES)):
-            best = min((c.rank[1] for c in self.fitting), default=np.inf)
-            others = order[(self.space.policy[order] == policy) & (self._seconds[order] < best)]
-            self.bounds.refine(self.space, others)
-            others = others[np.argsort(self._seconds[others], kind="stable")]
-            self._find_best(others[(self._seconds[others] < best) & (self.least_shares[others] <= 1.0)])
-        if self.fitting:
-            self._find_alternatives(order[~selective])
-        return self.fitting
-
-    def _find_best(self, order: Integers) -> None:
-        """Evaluate layouts, given in the order of their bounds, until the best that fits is found."""
         if len(self._predictor.network.cluster.gpus) > LARGE:
             # Predictions take long: whole blocks are searched first, and then half blocks in the best shape alone.
             is_half = self.space.halves[order] > 0
-            self._evaluate_in_order(order[~is_half])
+            self._find_best(order[~is_half])
             for best in self.fitting[:1]:
-                order = order[~is_half | (self.space.shapes[order] == best.layout.shape).all(axis=1)]
-        self._evaluate_in_order(order)
+                self._find_best(order[is_half & (self.space.shapes[order] == best.layout.shape).all(axis=1)])
+        else:
+            self._find_best(order)
+        if self.fitting:
+            self._find_alternatives(order[self.space.policy[order] == 0])
+        return self.fitting
 
-    def _evaluate_in_order(self, order: Integers) -> None:
-        """Evaluate layouts until no bound is below the best that fits.
+    def _find_best(self, order: Integers) -> None:
+        """Evaluate layouts, given in the order of their bounds, until no bound is below the best that fits.
 
         Leave out those that, by their other bound, `passing`, can't be among the best that are listed.
         """
         best = min((c.rank[1] for c in self.fitting), default=np.inf)
         fitting, limit = {c.layout for c in self.fitting}, self._limit()
-        seconds, worth = self._seconds, np.where(self.space.halves, WORTH_HALVES, 1.0)
-        waiting = list(zip(seconds[order].tolist(), count(), order.tolist(), repeat(False)))  # in order, and so a heap
+        worth = np.where(self.space.halves, WORTH_HALVES, 1.0)
+        waiting = list(zip(self._seconds[order].tolist(), count(), order.tolist(), repeat(False)))  # in order, and so a heap
         while waiting and (waiting[0][0] < best or len(fitting) < self._num_best):
-            _, n, k, is_near = heappop(waiting)
-            if self.bounds.passing[k] / worth[k] > limit:
+            bound, n, k, is_near = heappop(waiting)
+            self.bounds.refine(self.space, k)
+            if self.bounds.passing[k] / worth[k] > limit or self._least_share(k) > 1.0:
                 continue
             layout = self._layout(k)
             if layout in self.evaluated or (self._roomy and not self._roomy.isdisjoint(_no_slower(layout))):
@@ -315,7 +315,9 @@ class BranchAndBound:
             if _with_whole_weights(layout) in fitting or not fitting.isdisjoint(_recomputing_less(layout)):
                 continue
             if not is_near:
-                heappush(waiting, (self._near_bound(layout), n, k, True))
+                refined = float(self.bounds.seconds[k] / worth[k])
+                near = refined if refined > bound else self._near_bound(layout)
+                heappush(waiting, (near, n, k, refined <= bound))
                 continue
             candidate = self._evaluate(layout, best)
             if candidate.fits:
