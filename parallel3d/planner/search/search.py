@@ -30,6 +30,7 @@ MOST_NEAR = 6  # candidates that are improved
 _OF_A_SHAPE = 3  # candidates of one shape that are listed
 _ALTERNATIVES = 5  # shapes whose most likely layouts are evaluated, so that there is something to compare with
 _LEANER = (0.2, 0.4, 0.6)  # shares of the memory whose most likely layouts are evaluated
+_FURTHER = 20  # layouts that are evaluated after the best one is found, so that more are listed
 _TRIES = 8  # evaluated layouts of an alternative of which none fits
 _QUICK = 512  # stages x stages x chunks of an alternative: its program is made soon
 # The work of a micro-batch is proportional to its samples but for a constant part, which is at most this share of the bounds.
@@ -304,7 +305,8 @@ class BranchAndBound:
         fitting, limit = {c.layout for c in self.fitting}, self._limit()
         worth = np.where(self.space.halves, WORTH_HALVES, 1.0)
         waiting = list(zip(self._seconds[order].tolist(), count(), order.tolist(), repeat(False)))  # in order, and so a heap
-        while waiting and (waiting[0][0] < best or len(fitting) < self._num_best):
+        further = _FURTHER
+        while waiting and (waiting[0][0] < best or (len(fitting) < self._num_best and further > 0)):
             bound, n, k, is_near = heappop(waiting)
             self.bounds.refine(self.space, k)
             if self.bounds.passing[k] / worth[k] > limit or self._least_share(k) > 1.0:
@@ -319,6 +321,7 @@ class BranchAndBound:
                 near = refined if refined > bound else self._near_bound(layout)
                 heappush(waiting, (near, n, k, refined <= bound))
                 continue
+            further -= bound >= best
             candidate = self._evaluate(layout, best)
             if candidate.fits:
                 fitting.add(layout)
