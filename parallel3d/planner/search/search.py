@@ -30,7 +30,7 @@ MOST_NEAR = 6  # candidates that are improved
 _OF_A_SHAPE = 3  # candidates of one shape that are listed
 _ALTERNATIVES = 5  # shapes whose most likely layouts are evaluated, so that there is something to compare with
 _LEANER = (0.2, 0.4, 0.6)  # shares of the memory whose most likely layouts are evaluated
-_FURTHER = 20  # layouts that are evaluated after the best one is found, so that more are listed
+_FURTHER = 1.05  # times the best step, up to which layouts are searched if there are too few to list
 _TRIES = 8  # evaluated layouts of an alternative of which none fits
 _QUICK = 512  # stages x stages x chunks of an alternative: its program is made soon
 # The work of a micro-batch is proportional to its samples but for a constant part, which is at most this share of the bounds.
@@ -299,35 +299,36 @@ class BranchAndBound:
     def _find_best(self, order: Integers) -> None:
         """Evaluate layouts, given in the order of their bounds, until no bound is below the best that fits.
 
-        Leave out those that, by their other bound, `passing`, can't be among the best that are listed.
+        Leave out those that, by their other bound, `passing`, can't be among the best that are listed. A layout that recomputes
+        a part of each layer takes longer than its twin that recomputes less, and comes after it, if that one doesn't fit.
         """
         best = min((c.rank[1] for c in self.fitting), default=np.inf)
         fitting, limit = {c.layout for c in self.fitting}, self._limit()
-        worth = np.where(self.space.halves, WORTH_HALVES, 1.0)
+        worth, following = np.where(self.space.halves, WORTH_HALVES, 1.0), self.space.recomputing_more(order)
+        order = order[~np.isin(order, following)]
         waiting = list(zip(self._seconds[order].tolist(), count(), order.tolist(), repeat(False)))  # in order, and so a heap
-        further = _FURTHER
-        while waiting and (waiting[0][0] < best or (len(fitting) < self._num_best and further > 0)):
+        while waiting and waiting[0][0] < best * (_FURTHER if len(fitting) < self._num_best else 1.0):
             bound, n, k, is_near = heappop(waiting)
             self.bounds.refine(self.space, k)
-            if self.bounds.passing[k] / worth[k] > limit or self._least_share(k) > 1.0:
+            layout, least = self._layout(k), float(self.bounds.seconds[k] / worth[k])
+            if self.bounds.passing[k] / worth[k] > limit or _with_whole_weights(layout) in fitting:
                 continue
-            layout = self._layout(k)
-            if layout in self.evaluated or (self._roomy and not self._roomy.isdisjoint(_no_slower(layout))):
+            if self._roomy and not self._roomy.isdisjoint(_no_slower(layout)):
                 continue
-            if _with_whole_weights(layout) in fitting or not fitting.isdisjoint(_recomputing_less(layout)):
+            if self._least_share(k) <= 1.0 and not is_near:
+                is_new = least > bound
+                heappush(waiting, (least if is_new else max(bound, self._near_bound(layout)), n, k, not is_new))
                 continue
-            if not is_near:
-                refined = float(self.bounds.seconds[k] / worth[k])
-                near = refined if refined > bound else self._near_bound(layout)
-                heappush(waiting, (near, n, k, refined <= bound))
-                continue
-            further -= bound >= best
-            candidate = self._evaluate(layout, best)
-            if candidate.fits:
-                fitting.add(layout)
-                best, limit = min(best, candidate.rank[1]), self._limit()
-                if fullness_of(candidate.memory) < _ROOMY:
-                    self._roomy.add(layout)
+            if is_near:
+                candidate = self._evaluate(layout, best)
+                if candidate.fits:
+                    fitting.add(layout)
+                    best, limit = min(best, candidate.rank[1]), self._limit()
+                    if fullness_of(candidate.memory) < _ROOMY:
+                        self._roomy.add(layout)
+                    continue
+            if following[k] >= 0:
+                heappush(waiting, (bound, n, int(following[k]), False))
 
     def _limit(self) -> float:
         """Return the seconds of a step above which a candidate is neither listed nor improved."""
@@ -370,12 +371,6 @@ def _with_whole_weights(layout: Layout) -> Layout:
     chunks = 1 if layout.stages == 1 else layout.chunks
     named = {"schedule": "interleaved" if chunks > 1 else "1f1b"} if layout.schedule == "gpipe" else {}
     return layout.model_copy(update={"zero": 2 * (layout.replicas > 1), "chunks": chunks, **named})
-
-
-def _recomputing_less(layout: Layout) -> list[Layout]:
-    """Return the twins of a layout that recompute less of each layer; none of one that recomputes all of it, or nothing."""
-    smaller = POLICIES[: POLICIES.index(layout.policy)]
-    return [layout.model_copy(update={"policy": p, "recompute": int(p is not None)}) for p in smaller]
 
 
 def _no_slower(layout: Layout) -> list[Layout]:

@@ -120,6 +120,18 @@ class Space:
         """Ranks along pipe, data, model, [layouts, 3]."""
         return np.stack([self.stages, self.replicas, self.tensor_ranks], axis=1)
 
+    def recomputing_more(self, among: Integers) -> Integers:
+        """Return for each layout the one among others that recomputes the next larger part of each layer, -1 if there is none."""
+        key = np.zeros(len(self), dtype=np.int64)
+        for name in ("halves", "tensor_ranks", "stages", "sequence_parallel", "micro_batch", "zero", "variant"):
+            column = getattr(self, name)
+            key = key * (int(column.max(initial=0)) + 1) + column
+        partly = among[self.recompute[among] == (self.policy[among] > 0)]
+        order = partly[np.lexsort([self.policy[partly], key[partly]])]
+        found: Integers = np.full(len(self), -1)
+        found[order[:-1]] = np.where(np.diff(key[order]) == 0, order[1:], -1)
+        return found
+
     def where(self, kept: BoolArray | Integers) -> Space:
         """Return the layouts that are kept: whether each is, or their indices."""
         return Space(*(getattr(self, f.name)[kept] for f in fields(self)))
