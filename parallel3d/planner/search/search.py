@@ -22,7 +22,7 @@ from parallel3d.planner.predict.costs import WORTH_HALVES, StepPrediction, fulln
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.predict.timing import Floats, Integers, compute_seconds, layer_times
 from parallel3d.planner.search.result import StageMemory
-from parallel3d.planner.search.space import LARGE, POLICIES, RECOMPUTED, Space
+from parallel3d.planner.search.space import LARGE, RECOMPUTED, Space
 from parallel3d.zero.memory import predict_state
 
 _ROOMY = 0.9  # share of the memory below which layers weren't split unevenly to fit
@@ -306,7 +306,9 @@ class BranchAndBound:
         fitting, limit = {c.layout for c in self.fitting}, self._limit()
         worth, following = np.where(self.space.halves, WORTH_HALVES, 1.0), self.space.recomputing_more(order)
         order = order[~np.isin(order, following)]
-        waiting = list(zip(self._seconds[order].tolist(), count(), order.tolist(), repeat(False)))  # in order, and so a heap
+        waiting = list(
+            zip(self._seconds[order].tolist(), count(), order.tolist(), repeat(False))
+        )  # in order, and so a heap
         while waiting and waiting[0][0] < best * (_FURTHER if len(fitting) < self._num_best else 1.0):
             bound, n, k, is_near = heappop(waiting)
             self.bounds.refine(self.space, k)
