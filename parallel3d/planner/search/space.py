@@ -44,6 +44,9 @@ VARIANTS = tuple(
     for name, (placement, possible, _) in _SCHEDULES.items()
     for chunks in possible
 )
+_CHUNKS = np.array([variant.chunks for variant in VARIANTS])
+_SCHEDULE = np.array([variant.schedule for variant in VARIANTS])
+_WHOLE_BACKWARDS = np.isin(_SCHEDULE, list(WHOLE_BACKWARDS))
 
 
 @dataclass(frozen=True)
@@ -71,17 +74,17 @@ class Space:
     @property
     def chunks(self) -> Integers:
         """Chunks of a stage."""
-        return np.array([variant.chunks for variant in VARIANTS])[self.variant]
+        return _CHUNKS[self.variant]
 
     @property
     def schedule(self) -> npt.NDArray[np.str_]:
         """Name of the schedule."""
-        return np.array([variant.schedule for variant in VARIANTS])[self.variant]
+        return _SCHEDULE[self.variant]
 
     @property
     def whole_backwards(self) -> BoolArray:
         """Whether the schedule leaves backwards whole."""
-        return np.isin(self.schedule, list(WHOLE_BACKWARDS))
+        return _WHOLE_BACKWARDS[self.variant]
 
     @property
     def in_flight(self) -> Floats:
@@ -119,6 +122,18 @@ class Space:
     def shapes(self) -> Integers:
         """Ranks along pipe, data, model, [layouts, 3]."""
         return np.stack([self.stages, self.replicas, self.tensor_ranks], axis=1)
+
+    def recomputing_more(self, among: Integers) -> Integers:
+        """Return for each layout the one of some that recomputes the next larger part of each layer, -1 if there is none."""
+        key = np.zeros(len(self), dtype=np.int64)
+        for name in ("halves", "tensor_ranks", "stages", "sequence_parallel", "micro_batch", "zero", "variant"):
+            column = getattr(self, name)
+            key = key * (int(column.max(initial=0)) + 1) + column
+        partly = among[self.recompute[among] == (self.policy[among] > 0)]
+        order = partly[np.lexsort([self.policy[partly], key[partly]])]
+        found: Integers = np.full(len(self), -1)
+        found[order[:-1]] = np.where(np.diff(key[order]) == 0, order[1:], -1)
+        return found
 
     def where(self, kept: BoolArray | Integers) -> Space:
         """Return the layouts that are kept: whether each is, or their indices."""
