@@ -59,6 +59,11 @@ class Layout:
         return 3 if self.accumulation == 1 else 2
 
     @property
+    def num_blocks(self) -> int:
+        """Number of blocks of the model, which has 4 layers more than twice as many: a layer for each chunk, or two."""
+        return 2 if self.pp * self.chunks <= 6 else 5
+
+    @property
     def is_valid(self) -> bool:
         """Whether this schedule runs so many chunks, so placed."""
         if self.schedule == "zbv":
@@ -284,7 +289,7 @@ def train(layout: Layout, **config: Any) -> Run:
     recomputed = layout.checkpointing if isinstance(layout.checkpointing, str) else None
     torch.manual_seed(TORCH_SEED)
     engine = make_engine(
-        toy.model(layout.tied, dropout=layout.dropout),
+        toy.model(layout.tied, layout.num_blocks, layout.dropout),
         optimizer=layout.optimizer,
         accumulation=layout.accumulation,
         clipping=CLIPPING if layout.clipping else 0.0,
@@ -322,11 +327,18 @@ def run_reference(reference: Reference, micro_batches: Sequence[Any], per_step: 
 
 @cache
 def reference_run(
-    steps: int, per_step: int, tied: bool, data: str, clipping: bool, optimizer: str, dropout: float
+    steps: int,
+    per_step: int,
+    tied: bool,
+    data: str,
+    clipping: bool,
+    optimizer: str,
+    dropout: float,
+    num_blocks: int = 5,
 ) -> Run:
     """Return the result that `train` must have in any layout with `steps` steps of `per_step` micro-batches."""
     clip = CLIPPING if clipping else 0.0
-    model = toy.model(tied, dropout=dropout)
+    model = toy.model(tied, num_blocks, dropout)
     reference = Reference(model, toy.cross_entropy, make_optimizer(optimizer), clip, BASE_SEED, enter=enter_layer)
     return run_reference(reference, [toy.micro_batch(g, data) for g in range(steps * per_step)], per_step)
 
@@ -334,7 +346,7 @@ def reference_run(
 def check_layout(layout: Layout, ranks: Sequence[Run]) -> None:
     """`check` of what `train` returned on all ranks."""
     steps, per_step = layout.num_steps, layout.dp * layout.accumulation
-    model = (layout.tied, layout.data, layout.clipping, layout.optimizer, layout.dropout)
+    model = (layout.tied, layout.data, layout.clipping, layout.optimizer, layout.dropout, layout.num_blocks)
     wanted = reference_run(steps, per_step, *model)
     assert not layout.clipping or min(wanted[1]) > CLIPPING, "clipping must have an effect to be tested"
     check(ranks, wanted, layout.dp)
