@@ -155,7 +155,8 @@ def worth(layout: Layout, num_pairs: int) -> float:
     A schedule on one stage and a ZeRO stage on one replica show little of what they do.
     """
     shown = 0.55 if 1 in (layout.pp, layout.dp) else 1.0
-    return shown * num_pairs / (layout.pp * layout.dp + layout.num_steps * layout.dp * layout.accumulation / 2) ** 0.5
+    micro_batches = layout.num_steps * layout.dp * layout.accumulation
+    return shown * num_pairs / (layout.pp * layout.dp + 1 + micro_batches / 3) ** 0.8
 
 
 @cache
