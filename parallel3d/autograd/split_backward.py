@@ -212,9 +212,10 @@ class SplittableLayer(nn.Module):
 
 
 class _SplitForward:
-    """The replacement of one layer's `forward`.
+    """The replacement of one layer's `forward`, which becomes this object's `run`.
 
     It is an object, not a closure: a copy or pickle of the layer must call the copy, whose parameters no sink knows.
+    A method of it, not the object itself: torch.compile compiles anew for each layer whose `forward` is another object.
     """
 
     def __init__(self, layer: Any, port: Port):
@@ -229,7 +230,8 @@ class _SplitForward:
         """Let calls of this layer, but not of its copies, run another function."""
         self._instead = function
 
-    def __call__(self, input: Tensor) -> Tensor:
+    def run(self, input: Tensor) -> Tensor:
+        """Apply the layer."""
         if self._instead is not None:
             return self._instead(input)
         layer, port = self._layer, self.port
@@ -264,6 +266,12 @@ def _splits(layer: nn.Module, x: Tensor) -> bool:
     )
 
 
+def _split_forward(layer: nn.Module) -> _SplitForward | None:
+    """Return the object whose `run` replaces this layer's `forward`, if one does."""
+    own = getattr(vars(layer).get("forward"), "__self__", None)
+    return own if isinstance(own, _SplitForward) else None
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Return whether the module has hooks, which must see its calls."""
     return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
@@ -271,7 +279,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 def is_split(layer: nn.Module) -> bool:
     """Return whether a layer's whole backward is split: there is nothing in it to compile."""
-    return isinstance(layer, SplittableLayer) or isinstance(vars(layer).get("forward"), _SplitForward)
+    return isinstance(layer, SplittableLayer) or _split_forward(layer) is not None
 
 
 def _can_split(layer: nn.Module) -> bool:
@@ -293,9 +301,8 @@ def make_splittable(module: nn.Module, sink: GradientSink) -> None:
     for layer in module.modules():
         if isinstance(layer, SplittableLayer):
             layer.port = Port(sink)
-        own = vars(layer).get("forward")
-        if _can_split(layer) and (own is None or isinstance(own, _SplitForward)):
-            layer.forward = _SplitForward(layer, Port(sink))
+        if _can_split(layer) and ("forward" not in vars(layer) or _split_forward(layer) is not None):
+            layer.forward = _SplitForward(layer, Port(sink)).run
 
 
 def open_ports(module: nn.Module, sink: GradientSink) -> None:
@@ -304,8 +311,8 @@ def open_ports(module: nn.Module, sink: GradientSink) -> None:
     sink: takes the gradients of SplittableLayers; plain layers keep that of make_splittable, if they have one.
     """
     for layer in module.modules():
-        own = layer if isinstance(layer, SplittableLayer) else vars(layer).get("forward")
+        own = layer if isinstance(layer, SplittableLayer) else _split_forward(layer)
         if own is layer:
             layer.port = Port(sink)
-        if isinstance(own, (SplittableLayer, _SplitForward)):
+        if own is not None:
             own.port.open(layer._parameters.get("weight"), layer._parameters.get("bias"))
