@@ -33,7 +33,11 @@ class FirstShapes:
             return self._function(*args, **kwargs)
         shapes = _shapes_of((args, kwargs) if kwargs else args)
         if shapes == self._first.setdefault(torch.is_grad_enabled(), shapes):
-            return self._compiled(*args, **kwargs)
+            try:
+                return self._compiled(*args, **kwargs)
+            except torch._dynamo.exc.TorchRuntimeError:  # its first line doesn't say which operator failed, and why
+                self._compiled = self._function
+                return self._function(*args, **kwargs)
         self.others[_text_of(shapes)] += 1
         return self._function(*args, **kwargs)
 

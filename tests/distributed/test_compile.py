@@ -291,6 +291,50 @@ def test_other_shapes_than_the_first_run_eager_and_the_doctor_names_them(
     assert all(f"1 calls of Block with [2, {n}, 16]" in told for n in (6, 5, 4))
 
 
+class Failing(nn.Module):
+    """Fails while it is traced ("trace"), when it runs ("forward"), or in its backward."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.inner, self.where = nn.Linear(4, 4), where
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        if self.where == "trace":
+            return x @ torch.ones(3, 3)
+        return x[x.long() + 9] if self.where == "forward" else FailingBackward.apply(x)
+
+
+class FailingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient[torch.full((2,), 9)]
+
+
+def train_failing(where: str) -> None:
+    config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "compile": COMPILE}
+    model = PipelineModule([nn.Linear(4, 4), Failing(where)], num_stages=1, loss_fn=F.mse_loss, config=config)
+    engine, *_ = parallel3d.initialize(model=model, config=config)
+    engine.train_batch(iter([(torch.ones(2, 4), torch.zeros(2, 4))]))
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("trace", r"F0@0: RuntimeError: mat1 and mat2 shapes cannot be multiplied.*, in layer 1 \(Failing\)"),
+        ("forward", r"F0@0: IndexError: index .* is out of bounds .*, in layer 1 \(Failing\)"),
+        ("backward", r"B0@0: IndexError: index .* is out of bounds"),
+    ],
+)
+def test_a_failure_in_a_compiled_layer_names_instruction_and_layer(run_ranks, where: str, message: str):
+    with pytest.raises(RankError, match=message):
+        run_ranks(1, train_failing, where)
+
+
 class Flagged:
     """A loss with an attribute of that name for purposes of its own."""
 
