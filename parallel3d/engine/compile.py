@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel3d.autograd.in_graph import INDUCTOR_OPTIONS
+from parallel3d.autograd.in_graph import INDUCTOR_OPTIONS, Port
 from parallel3d.autograd.sink import GradientSink
 from parallel3d.autograd.split_backward import is_split, open_ports
 from parallel3d.config import SELECTIVE, Config
-from parallel3d.errors import ConfigError
+from parallel3d.errors import ConfigError, ExecutionError
 from parallel3d.first_shapes import FirstShapes
 from parallel3d.logs import logger
 from parallel3d.monitor.uncompiled import UncompiledWriter
@@ -42,6 +42,7 @@ class Compilation:
         self._model, self._config, self._sink, self._blocks = model, config.compile, sink, blocks
         self._policy, self._directory = config.activation_checkpointing.policy, config.run_record.directory
         self._writer: UncompiledWriter | None = None
+        self._ports: list[tuple[str, nn.Module, Port]] = []
         self._seen: Counter[str] = Counter()
         self._reports = False
         self.num_layers = 0
@@ -62,7 +63,7 @@ class Compilation:
         except Exception as error:
             raise ConfigError(f"compile: torch.compile does not accept {options}: {error}") from error
         options = torch_options(options)
-        open_ports(model, self._sink)
+        self._ports = open_ports(model, self._sink)
         if self._blocks is not None:
             self.num_layers += self._blocks.compile(options)
         for place, module in model.calls.modules() if self._blocks is None else ():
@@ -79,6 +80,15 @@ class Compilation:
             own = [f for module in model.modules() for f in vars(module).values() if isinstance(f, FirstShapes)]
             self._writer = UncompiledWriter(own, Path(self._directory))
         self.is_compiled = self._reports = True
+
+    def check_weights(self) -> None:
+        """Raise ExecutionError if a weight or bias was replaced since it was compiled: the new one would get no gradient."""
+        for name, layer, port in self._ports:
+            if not port.leads_to(layer._parameters.get("weight"), layer._parameters.get("bias")):
+                raise ExecutionError(
+                    f"a parameter of layer {name!r} is another object than when it was compiled, and gets no gradient; change "
+                    "it in place, by weight.data.copy_(...), or replace it before parallel3d.initialize"
+                )
 
     def _recompute_by_compiler(self, module: nn.Module) -> None:
         """Leave "cheap" to the compiler, which recomputes element-wise results of a layer by itself."""

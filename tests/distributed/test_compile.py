@@ -335,6 +335,26 @@ def test_a_failure_in_a_compiled_layer_names_instruction_and_layer(run_ranks, wh
         run_ranks(1, train_failing, where)
 
 
+def replace_a_weight() -> None:
+    config: dict[str, Any] = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "pipeline": {"schedule": "zb-h1"},
+        "compile": COMPILE,
+    }
+    model = PipelineModule([nn.Sequential(nn.Linear(4, 4))], num_stages=1, loss_fn=F.mse_loss, config=config)
+    engine, *_ = parallel3d.initialize(model=model, config=config)
+    micro_batch = torch.ones(2, 4), torch.zeros(2, 4)
+    engine.train_batch(iter([micro_batch]))
+    model.layers["0"][0].weight = nn.Parameter(torch.ones(4, 4))
+    engine.train_batch(iter([micro_batch]))
+
+
+def test_a_weight_replaced_after_it_was_compiled_is_refused(run_ranks):
+    with pytest.raises(RankError, match=r"of layer 'layers.0.0' is another object.*weight.data.copy_"):
+        run_ranks(1, replace_a_weight)
+
+
 class Flagged:
     """A loss with an attribute of that name for purposes of its own."""
 
