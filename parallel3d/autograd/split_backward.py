@@ -305,14 +305,19 @@ def make_splittable(module: nn.Module, sink: GradientSink) -> None:
             layer.forward = _SplitForward(layer, Port(sink)).run
 
 
-def open_ports(module: nn.Module, sink: GradientSink) -> None:
+def open_ports(module: nn.Module, sink: GradientSink) -> list[tuple[str, nn.Module, Port]]:
     """Let torch.compile take the layers inside `module` into its graphs, with the parameters that they have now.
 
     sink: takes the gradients of SplittableLayers; plain layers keep that of make_splittable, if they have one.
+
+    Returns the name of each layer, the layer and its port.
     """
-    for layer in module.modules():
+    opened = []
+    for name, layer in module.named_modules():
         own = layer if isinstance(layer, SplittableLayer) else _split_forward(layer)
         if own is layer:
             layer.port = Port(sink)
         if own is not None:
             own.port.open(layer._parameters.get("weight"), layer._parameters.get("bias"))
+            opened.append((name, layer, own.port))
+    return opened

@@ -11,17 +11,20 @@ import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from parallel3d.autograd.in_graph import INDUCTOR_OPTIONS
+from parallel3d.autograd.in_graph import INDUCTOR_OPTIONS, Port
 from parallel3d.autograd.sink import GradientSink
 from parallel3d.autograd.split_backward import is_split, open_ports
 from parallel3d.config import SELECTIVE, Config
-from parallel3d.errors import ConfigError
+from parallel3d.errors import ConfigError, ExecutionError
+from parallel3d.first_shapes import FirstShapes
 from parallel3d.logs import logger
+from parallel3d.monitor.uncompiled import UncompiledWriter
 from parallel3d.pipe.blocks import BlockUnits
 from parallel3d.pipe.layer_choice import choice_rule
 from parallel3d.pipe.module import PipelineModule
@@ -37,7 +40,9 @@ class Compilation:
 
     def __init__(self, model: PipelineModule, config: Config, sink: GradientSink, blocks: BlockUnits | None = None):
         self._model, self._config, self._sink, self._blocks = model, config.compile, sink, blocks
-        self._policy = config.activation_checkpointing.policy
+        self._policy, self._directory = config.activation_checkpointing.policy, config.run_record.directory
+        self._writer: UncompiledWriter | None = None
+        self._ports: list[tuple[str, nn.Module, Port]] = []
         self._seen: Counter[str] = Counter()
         self._reports = False
         self.num_layers = 0
@@ -58,12 +63,12 @@ class Compilation:
         except Exception as error:
             raise ConfigError(f"compile: torch.compile does not accept {options}: {error}") from error
         options = torch_options(options)
-        open_ports(model, self._sink)
+        self._ports = open_ports(model, self._sink)
         if self._blocks is not None:
             self.num_layers += self._blocks.compile(options)
         for place, module in model.calls.modules() if self._blocks is None else ():
             if chosen(place, module) and not is_split(module):
-                module.compile(**options)
+                _compile(module, options)
                 self.num_layers += 1
                 if self._policy in SELECTIVE:
                     self._recompute_by_compiler(module)
@@ -71,7 +76,19 @@ class Compilation:
             model.wrap_loss(lambda loss_fn: _compiled_loss(loss_fn, model.groups.model.size, options))
         self._seen = _graph_breaks()
         self._note_progress()
+        if self._directory is not None and model.groups.rank == 0:
+            own = [f for module in model.modules() for f in vars(module).values() if isinstance(f, FirstShapes)]
+            self._writer = UncompiledWriter(own, Path(self._directory))
         self.is_compiled = self._reports = True
+
+    def check_weights(self) -> None:
+        """Raise ExecutionError if a weight or bias was replaced since it was compiled: the new one would get no gradient."""
+        for name, layer, port in self._ports:
+            if not port.leads_to(layer._parameters.get("weight"), layer._parameters.get("bias")):
+                raise ExecutionError(
+                    f"a parameter of layer {name!r} is another object than when it was compiled, and gets no gradient; change "
+                    "it in place, by weight.data.copy_(...), or replace it before parallel3d.initialize"
+                )
 
     def _recompute_by_compiler(self, module: nn.Module) -> None:
         """Leave "cheap" to the compiler, which recomputes element-wise results of a layer by itself."""
@@ -93,7 +110,12 @@ class Compilation:
             weakref.finalize(self, callback_handler.remove_end_callback, note)
 
     def report(self) -> None:
-        """Print, on rank 0 and once, how many layers are compiled and where their graphs broke in the first step."""
+        """Print, on rank 0 and once, how many layers are compiled and where their graphs broke in the first step.
+
+        After every step, write which calls ran uncompiled.
+        """
+        if self._writer is not None:
+            self._writer.write()
         if not self._reports:
             return
         self._reports = False
@@ -115,6 +137,14 @@ class Compilation:
             # Arguments and addresses would make one reason look like many.
             reasons[re.sub(r" at 0x[0-9a-f]+", "", reason.partition(" Developer debug context: ")[0])] += count
         return reasons
+
+
+def _compile(module: nn.Module, options: Mapping[str, Any]) -> None:
+    """Compile a layer in its own way, or as nn.Module.compile does."""
+    if type(module).compile is not nn.Module.compile:
+        module.compile(**options)
+    else:
+        module._compiled_call_impl = FirstShapes(module._call_impl, type(module).__name__, **options)
 
 
 def torch_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class Batch:
     - signatures: one for each micro-batch, the same on all ranks of the pipeline.
     - loss_weight: the weight of one micro-batch in the batch's mean. loss_scale: the factor of all gradients.
     - streams: for each micro-batch, the function that enters the random stream of a layer; empty in evaluation.
+    - replays: whether CUDA graphs are replayed, if there are any; captures: whether they may be captured.
     """
 
     micro_batches: Sequence[tuple[Any, Any]]
@@ -51,6 +52,8 @@ class Batch:
     keep_outputs: bool = False
     compute_loss: bool = True
     streams: Sequence[EnterLayer] = ()
+    replays: bool = False
+    captures: bool = False
 
 
 @dataclass
@@ -67,7 +70,7 @@ class BatchResult:
 
 
 @dataclass
-class _InFlight:
+class InFlight:
     """State saved by a forward for its backward.
 
     - entry: receives the gradients of the inputs; None on the first chunk.
@@ -141,7 +144,7 @@ class Executor:
         self._labels: dict[int, Any] = {}
         self._arriving: dict[Cell, Receipt] = {}
         self._outputs: dict[Cell, tuple[Structure, list[Tensor]]] = {}
-        self._in_flight: dict[Cell, _InFlight] = {}
+        self._in_flight: dict[Cell, InFlight] = {}
         self._arriving_gradients: dict[Cell, Receipt] = {}
         self._gradients: dict[Cell, list[Tensor]] = {}
 
@@ -239,10 +242,10 @@ class Executor:
         self._outputs[cell] = (structure, [t.detach() for t in tensors])
         if self._batch.training:
             outputs = [t for t in tensors if t.requires_grad]
-            self._in_flight[cell] = _InFlight(entry, outputs, structure)
+            self._in_flight[cell] = InFlight(entry, outputs, structure)
 
     def _wait_for_inputs(self, i: Instruction) -> None:
-        """Build the chunk's input, and the entry of its tensors that require grad, from the output of the chunk before."""
+        """Receive the chunk's input, the output of the chunk before."""
         cell, source = (i.chunk, i.micro_batch), i.chunk - 1
         if i.chunk == 0:
             return  # loaded by LOAD_MICRO_BATCH
@@ -250,6 +253,10 @@ class Executor:
             structure, tensors = self._outputs.pop((source, i.micro_batch))
         else:
             structure, tensors = self._messages.input_of(self._arriving.pop(cell), self._stage(source))
+        self._enter(cell, structure, tensors)
+
+    def _enter(self, cell: Cell, structure: Structure, tensors: list[Tensor]) -> None:
+        """Build a chunk's input, and the entry of its tensors that require grad."""
         specs = zip(tensors, structure.tensors, strict=True)
         entry = Entry([tensor for tensor, spec in specs if spec.requires_grad])
         self._inputs[cell] = structure.rebuild(tensors), entry
@@ -269,7 +276,7 @@ class Executor:
             self._result.counts[m] = count
         if self._batch.training:
             outputs = [loss] if loss.requires_grad else []
-            self._in_flight[i.chunk, m] = _InFlight(entry, outputs, None)
+            self._in_flight[i.chunk, m] = InFlight(entry, outputs, None)
             self._gradients[i.chunk, m] = [
                 loss_gradient(loss, self._batch.loss_weight * self._batch.loss_scale) for _ in outputs
             ]
