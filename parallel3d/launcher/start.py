@@ -108,9 +108,8 @@ def of_this_host(
         raise ConfigError(f"there is no script {options.user_script!r} in {os.getcwd()}")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
     on_gpus = devices > 0 and options.num_procs is None
-    lacks_all = (
-        options.num_gpus and not devices and options.prog == "parallel3d"
-    )  # DeepSpeed's then starts CPU processes
+    # DeepSpeed's command then starts CPU processes.
+    lacks_all = options.num_gpus and not devices and options.prog == "parallel3d"
     if lacks_all or (on_gpus and max(slots) >= devices):
         asked = f"--num_gpus {options.num_gpus}" if options.num_gpus else f"slots are {slots}"
         raise ConfigError(
