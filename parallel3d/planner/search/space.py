@@ -77,11 +77,6 @@ class Space:
         return _CHUNKS[self.variant]
 
     @property
-    def schedule(self) -> npt.NDArray[np.str_]:
-        """Name of the schedule."""
-        return _SCHEDULE[self.variant]
-
-    @property
     def whole_backwards(self) -> BoolArray:
         """Whether the schedule leaves backwards whole."""
         return _WHOLE_BACKWARDS[self.variant]
@@ -100,8 +95,7 @@ class Space:
             "gpipe": np.inf,
             "zb-looped": np.where(m >= 1.5 * p, 1.2 * p, p),
         }
-        found: Floats = np.select([self.schedule == name for name in by_name], list(by_name.values()), p)
-        return found
+        return self.by_schedule(by_name, p)
 
     @property
     def deferred(self) -> Floats:
@@ -115,7 +109,11 @@ class Space:
             "zbv": np.clip(m - p, 0, p - 1) + one,
             "zb-looped": np.where(m >= 1.5 * p, 0.8 * p, m * one),
         }
-        found: Floats = np.select([self.schedule == name for name in by_name], list(by_name.values()), 0.0)
+        return self.by_schedule(by_name, 0.0)
+
+    def by_schedule(self, values: Mapping[str, Any], other: Integers | float) -> Floats:
+        """Return the value of each layout's schedule by its name, `other` for those without one."""
+        found: Floats = np.select([(_SCHEDULE == name)[self.variant] for name in values], list(values.values()), other)
         return found
 
     @property
@@ -178,7 +176,7 @@ def enumerate_space(
     kept = (
         (space.shapes.prod(axis=1) == num_ranks)
         & (space.replicas * space.micro_batches * space.micro_batch == global_batch)
-        & (num_chunks <= np.where(space.schedule == "zb-looped", np.minimum(layers, most_searched), layers))
+        & (num_chunks <= space.by_schedule({"zb-looped": np.minimum(layers, most_searched)}, layers))
         & ((space.stages > 1) | ((space.variant == 0) | is_breadth_first) & (space.halves == 0))
         & (~is_breadth_first | is_asked | (space.zero == 3) & (space.micro_batches > space.stages))
         & (~is_breadth_first | is_asked | (num_chunks * space.micro_batches <= _MOST_BREADTH))
