@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
@@ -81,12 +82,24 @@ def test_a_compiled_block_breaks_no_graph_and_equals_a_plain_one(options: dict[s
             torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
 
 
-def test_blocks_share_their_graph():
+class PlainBlock(nn.Module):
+    """Linears of PyTorch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+@pytest.mark.parametrize("make", [partial(make_block, {"residual_dropout": 0.1}), PlainBlock], ids=["ours", "plain"])
+def test_blocks_share_their_graph(make: Callable[[], nn.Module]):
     torch.compiler.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
     for _ in range(3):
-        block = make_block({"residual_dropout": 0.1})
+        block = make()
         block.compile(backend="aot_eager", fullgraph=True)
         train(block)
     assert counters["stats"]["unique_graphs"] == 1
