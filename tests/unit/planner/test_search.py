@@ -384,6 +384,7 @@ def test_presets_have_the_sizes_of_their_names(name: str) -> None:
         "gpt2": 0.124,
         "gpt2-xl": 1.56,
         "1b": 1.35,
+        "3b": 2.70,
         "7b": 6.74,
         "llama2-13b": 13.0,
         "llama2-70b": 69.0,
