@@ -11,12 +11,14 @@ import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from parallel3d.autograd.in_graph import INDUCTOR_OPTIONS
+from parallel3d.autograd.selective import recomputed_in_graph
 from parallel3d.autograd.sink import GradientSink
 from parallel3d.autograd.split_backward import is_split, open_ports
 from parallel3d.config import SELECTIVE, Config
@@ -47,7 +49,7 @@ class Compilation:
         """Compile the loss, and this rank's layers in place, except bare linears and embeddings; see Engine.compile.
 
         changes: arguments of torch.compile that replace the configuration's. Raises ConfigError for a backend or mode that
-        torch.compile doesn't have, and for layers of which attention is to be recomputed.
+        torch.compile doesn't have.
         """
         model, config = self._model, self._config
         given = {"backend": config.backend, "mode": config.mode, "dynamic": config.dynamic, **changes}
@@ -63,23 +65,24 @@ class Compilation:
             self.num_layers += self._blocks.compile(options)
         for place, module in model.calls.modules() if self._blocks is None else ():
             if chosen(place, module) and not is_split(module):
-                module.compile(**options)
+                self._compile_layer(module, options)
                 self.num_layers += 1
-                if self._policy in SELECTIVE:
-                    self._recompute_by_compiler(module)
         if config.layers is None:
             model.wrap_loss(lambda loss_fn: _compiled_loss(loss_fn, model.groups.model.size, options))
         self._seen = _graph_breaks()
         self._note_progress()
         self.is_compiled = self._reports = True
 
-    def _recompute_by_compiler(self, module: nn.Module) -> None:
-        """Leave "cheap" to the compiler, which recomputes element-wise results of a layer by itself."""
-        if self._model.calls.recompute_nothing(module) and self._policy == "attention":
-            raise ConfigError(
-                f'activation_checkpointing.policy "attention" recomputes operators, which the compiled {type(module).__name__} '
-                'has no longer; set it to "cheap" or "full", or leave the layer out of compile.layers'
-            )
+    def _compile_layer(self, module: nn.Module, options: Mapping[str, Any]) -> None:
+        """Compile a layer in its own way, or as nn.Module.compile does; what is recomputed in part becomes so in its graph."""
+        if self._policy not in SELECTIVE or not self._model.calls.recompute_nothing(module):
+            module.compile(**options)
+            return
+        around = partial(recomputed_in_graph, keeps_attention=self._policy == "cheap")
+        if type(module).compile is nn.Module.compile:
+            module._compiled_call_impl = torch.compile(around(module._call_impl), **options)
+        else:
+            module.compile(around=around, **options)
 
     def _note_progress(self) -> None:
         """Have each compilation of this process noted as a move, so that a slow first step is not taken for a hang."""

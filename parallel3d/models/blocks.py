@@ -26,6 +26,8 @@ from parallel3d.tensor_parallel.linear import ColumnParallelLinear, RowParallelL
 from parallel3d.tensor_parallel.regions import sum_gradients_over
 from parallel3d.tensor_parallel.slicing import AttentionHeads
 
+_Around = Callable[[Callable[..., Any]], Callable[..., Any]]
+
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -94,9 +96,12 @@ class _Residual(DecoderLayer):
         """Return a key that layers of equal cost share, see LayerSpec.costs_like; of the position only the window counts."""
         return config, config.window(layer), options.get("dtype")
 
-    def compile(self, *args: Any, **options: Any) -> None:
-        """Compile what runs between the ends of the stream. The tables stay outside, whose growth would be watched."""
-        vars(self)["_run"] = torch.compile(self._run, *args, **options)
+    def compile(self, *args: Any, around: _Around = lambda run: run, **options: Any) -> None:
+        """Compile what runs between the ends of the stream. The tables stay outside, whose growth would be watched.
+
+        around: returns what to compile in place of it, which computes the same.
+        """
+        vars(self)["_run"] = torch.compile(around(self._run), *args, **options)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle a compiled layer as a plain one, as nn.Module does."""

@@ -6,8 +6,7 @@ python tools/bench/recomputation.py --cpu --model gpt2 --seq 256 --how eager --p
 
 Blocks of a decoder in bf16, one after the other, forward and backward, attention by cuDNN where it can. What a block holds is
 what was allocated between the forward and the backward, the block's input included. The policies take turns, so that the
-device's clock and heat are the same for all; a time is the median over the turns. "attention" is eager alone: the operators
-that it recomputes are no longer there in a compiled block.
+device's clock and heat are the same for all; a time is the median over the turns.
 
 Peaks are those of trainings of whole models (plan_accuracy.py), beside the planner's.
 """
@@ -42,8 +41,8 @@ from parallel3d.pipe import PipelineModule
 from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.search.model import PlannedModel, load_model
 
-POLICIES = {"eager": ("none", "cheap", "attention", "full"), "compiled": ("none", "cheap", "full")}
-# Words of the layout of a policy, and of each model whose peaks are measured.
+HOW = ("eager", "compiled")
+# Words of the layout of each policy, and of each model whose peaks are measured.
 WORDS = {"none": "", "cheap": ",cheap", "attention": ",attention", "full": ",ckpt1"}
 LAYOUTS = {"1b": "m2,mb4", "3b": "m2"}
 GIB = 2**30
@@ -76,8 +75,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cpu", action="store_true", help="use no GPU")
     parser.add_argument("--out", type=Path, default=Path("recomputation.json"))
     args = parser.parse_args()
-    if unknown := [how for how in split_names(args.how) if how not in POLICIES]:
-        parser.error(f"--how has no {unknown[0]!r}; it has {', '.join(POLICIES)}")
+    if unknown := [how for how in split_names(args.how) if how not in HOW]:
+        parser.error(f"--how has no {unknown[0]!r}; it has {', '.join(HOW)}")
     if unknown := [model for model in split_names(args.peaks) if model not in LAYOUTS]:
         parser.error(f"--peaks has no {unknown[0]!r}; it has {', '.join(LAYOUTS)}")
     if min(args.blocks, args.calls, args.repeats) < 1:
@@ -157,7 +156,7 @@ def predicted(model: PlannedModel, work: Workload, policy: str, compiled: bool, 
     profile = ModelProfile(model.layers, *model.sample(1), model.loss_fn, config, device)
     if policy == "full":
         return sum(profile.layers(micro_batch=work.micro_batch)[1].inputs)
-    selective: Any = None if policy == "none" or compiled else policy
+    selective: Any = None if policy == "none" else policy
     layer = profile.layers(1, False, work.micro_batch, int(selective is not None), selective)[1]
     saved = layer.whole.saved
     return saved.own + sum(layer.inputs[k] for k in saved.inputs)
@@ -166,7 +165,7 @@ def predicted(model: PlannedModel, work: Workload, policy: str, compiled: bool, 
 def measure(model: PlannedModel, work: Workload, how: str, on_gpu: bool) -> list[dict[str, Any]]:
     """Return a row for each policy: GiB of a block, held and predicted, and the milliseconds of each turn."""
     compiled, device = how == "compiled", "cuda" if on_gpu else "cpu"
-    policies = {p: Blocks(model, work, p, compiled, on_gpu) for p in POLICIES[how]}
+    policies = {p: Blocks(model, work, p, compiled, on_gpu) for p in WORDS}
     for blocks in policies.values():
         blocks.run(2)
     held = {p: blocks.held() for p, blocks in policies.items()}
