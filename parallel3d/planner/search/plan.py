@@ -271,7 +271,7 @@ def _auto_program(predictor: Predictor, step: StepPrediction) -> Program:
         activations = max(bytes_in_flight(step.program.instructions[stage], own))
         # Bytes of the device that activations may take.
         others = memory.reserved - memory.allocated + memory.phases["backward"] - activations
-        room.append(float(memory.capacity - others))
+        room.append(float(memory.capacity - others - max(c.output for c in own.values())))
     cost = step.cost.cost()
     sends = {i for rank in step.program.instructions for i in rank if i.op is Op.SEND_ACTIVATION}
     transfer = max(map(cost, sends), default=0.0)
