@@ -39,7 +39,6 @@ class Compilation:
 
     def __init__(self, model: PipelineModule, config: Config, sink: GradientSink, blocks: BlockUnits | None = None):
         self._model, self._config, self._sink, self._blocks = model, config.compile, sink, blocks
-        self._policy = config.activation_checkpointing.policy
         self._seen: Counter[str] = Counter()
         self._reports = False
         self.num_layers = 0
@@ -75,10 +74,12 @@ class Compilation:
 
     def _compile_layer(self, module: nn.Module, options: Mapping[str, Any]) -> None:
         """Compile a layer in its own way, or as nn.Module.compile does; what is recomputed in part becomes so in its graph."""
-        if self._policy not in SELECTIVE or not self._model.calls.recompute_nothing(module):
+        policy = self._model.calls.policy_of(module)
+        if policy not in SELECTIVE:
             module.compile(**options)
             return
-        around = partial(recomputed_in_graph, keeps_attention=self._policy == "cheap")
+        self._model.calls.recompute_nothing(module)
+        around = partial(recomputed_in_graph, keeps_attention=policy == "cheap")
         if type(module).compile is nn.Module.compile:
             module._compiled_call_impl = torch.compile(around(module._call_impl), **options)
         else:
