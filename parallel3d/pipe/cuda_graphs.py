@@ -76,16 +76,20 @@ class CudaGraphs:
         own.wait_stream(before)
         torch.cuda.set_stream(own)
 
-    def begin(self) -> None:
-        """Begin a new pool, in the memory that was reserved for the same work without graphs."""
+    def release(self) -> None:
+        """Give back memory that the same work has reserved without graphs, before what will stay is allocated in between."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
+
+    def begin(self) -> None:
+        """Begin a new pool."""
+        self.release()
         self._pool = torch.cuda.graph_pool_handle()
 
     @contextmanager
     def capture(self, layers: Sequence[int]) -> Iterator[Replayable]:
         """Capture the kernels that the block launches, which don't run. layers: those that may draw random numbers."""
-        graph, own = torch.cuda.CUDAGraph(), self._generator.graphsafe_get_state()
+        graph, own, spare = torch.cuda.CUDAGraph(), self._generator.graphsafe_get_state(), self._generator.clone_state()
         for layer in layers:
             if layer not in self._states:
                 self._states[layer] = self._generator.clone_state()
@@ -98,8 +102,10 @@ class CudaGraphs:
             yield graph
             self._check_host()
         except BaseException:
-            with suppress(Exception):  # a capture that has failed can't be ended in order
+            with suppress(Exception):
                 graph.capture_end()
+            # PyTorch 2.11 leaves the states of a capture that can't be ended in order as if it went on.
+            own, self._states = spare, {}
             raise
         else:
             graph.capture_end()
@@ -188,6 +194,8 @@ class GraphedExecutor(Executor):
             raise
         if self._mode is _Mode.CAPTURE:
             self._captured = program
+        elif batch.captures and self._captured is None:
+            self._graphs.release()  # the optimizer is about to allocate its state
         return result
 
     def _mode_of(self, program: Program, batch: Batch) -> _Mode:
