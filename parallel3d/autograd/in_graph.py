@@ -1,8 +1,9 @@
 """Linear and embedding layers inside the graphs of torch.compile, where weight gradients go to a sink too.
 
-A graph has one operator for the forward of such a layer and one for its backward, each of which runs the code of the
-layer outside of graphs. The backward's operator gives weight gradients to a `Port`, which adds them to their accumulators,
-queues them, or hands them to autograd. So the layer does not break the graph, and its backward is split.
+Products whose operands enter or leave through a boundary are one operator of the graph forward and one backward, each of which
+runs the code of the layer outside of graphs; those without a boundary are products of the graph itself. An operator gives
+weight gradients to a `Port`, which adds them to their accumulators, queues them, or hands them to autograd. So the layer does
+not break the graph, and its backward is split.
 
 The tensors of queued gradients outlive the graph's own use of them, so it must not write into their memory: INDUCTOR_OPTIONS.
 """
@@ -16,7 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel3d.autograd.products import Pair, RegionBoundary, backward_of_linears, rows_of
+from parallel3d.autograd.products import (
+    NO_BOUNDARY,
+    Pair,
+    RegionBoundary,
+    backward_of_linears,
+    multiply,
+    rows_of,
+)
 from parallel3d.autograd.recipes import Product, Recipe, RowSum, Scatter
 from parallel3d.autograd.sink import GradientSink
 from parallel3d.operators import Numbers, define
@@ -139,11 +147,24 @@ def _gradients_of_linears(
     given = x if any(port.needs_weight for port in ports) else None
 
     def give(k: int, rows: Tensor, entered: Tensor | None) -> None:
-        ports[k].give(None if entered is None else Product(rows, entered), RowSum(rows))
+        _give(ports[k], rows, entered)
 
     hides = not ports[0].sink.is_deferring
     dx = backward_of_linears(_boundary(*boundary), given, weights, gradients, hides, give)
     return x.new_empty(0) if dx is None else dx, [_of_token(x) for _ in ports]
+
+
+def _give(port: Port, rows: Tensor, x: Tensor | None) -> None:
+    port.give(None if x is None else Product(rows, x), RowSum(rows))
+
+
+def _give_of_linears(gradients: Sequence[Tensor | None], x: Tensor, numbers: Sequence[Tensor]) -> list[Tensor]:
+    rows = rows_of(x)
+    for gradient, number in zip(gradients, numbers, strict=True):
+        if gradient is not None:
+            port = PORTS[int(number)]
+            _give(port, rows_of(gradient), rows if port.needs_weight else None)
+    return [_of_token(x) for _ in numbers]
 
 
 def _forward_of_row_linear(x: Tensor, weight: Tensor, *boundary: Any) -> Tensor:
@@ -181,6 +202,12 @@ _linears_backward = define(
     _gradients_of_linears,
     lambda _, x, weights, numbers, *__: (x.new_empty(x.shape if weights else 0), [_of_token(x) for _ in numbers]),
 )
+_linears_give = define(
+    "linears_give",
+    "(Tensor?[] gradients, Tensor x, Tensor[] numbers) -> Tensor[]",
+    _give_of_linears,
+    lambda _, x, numbers: [_of_token(x) for _ in numbers],
+)
 _linears = define(
     "linears",
     f"(Tensor x, Tensor[] weights, Tensor?[] biases, {_BOUNDARY}) -> Tensor[]",
@@ -216,13 +243,19 @@ class _Linears(torch.autograd.Function):
         weights, biases, _, numbers = (list(tensors[k * size : (k + 1) * size]) for k in range(4))
         ctx.boundary = boundary
         ctx.save_for_backward(x, *numbers, *(weights if ctx.needs_input_grad[1] else ()))
+        if boundary == NO_BOUNDARY.described:
+            return tuple(NO_BOUNDARY.enter_products(x, list(zip(weights, biases, strict=True))))
         return tuple(_linears(x, weights, biases, *boundary))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, *others = ctx.saved_tensors
         numbers, weights, unused = others[: len(gradients)], others[len(gradients) :], [None] * len(gradients)
-        dx, dtokens = _linears_backward(gradients, x, weights, numbers, *ctx.boundary)
+        if ctx.boundary == NO_BOUNDARY.described:
+            pairs = [(g, w) for g, w in zip(gradients, weights, strict=False) if g is not None]
+            dx, dtokens = multiply(pairs) if pairs else None, _linears_give(gradients, x, numbers)
+        else:
+            dx, dtokens = _linears_backward(gradients, x, weights, numbers, *ctx.boundary)
         return None, dx if weights else None, *unused, *unused, *dtokens, *unused
 
 
