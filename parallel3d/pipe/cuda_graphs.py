@@ -163,7 +163,7 @@ class GraphedExecutor(Executor):
     """Executor that captures a training program at its third run, and replays it from then on.
 
     A micro-batch of other shapes runs without graphs, and so does a program of another number of micro-batches until it runs
-    three times in a row.
+    three times in a row. Parameters that are frozen, or trained again, begin anew.
     """
 
     def __init__(self, graphs: CudaGraphs, *args: Any, **kwargs: Any):
@@ -171,6 +171,7 @@ class GraphedExecutor(Executor):
         self._works: dict[Instruction, _Work] = {}
         self._mode = _Mode.EAGER
         self._captured: Program | None = None
+        self._trained: list[tuple[nn.Parameter, bool]] = []  # whether each parameter was when it was captured
         self._runs: tuple[Program | None, int] = (None, 0)
         super().__init__(*args, **kwargs)
 
@@ -186,6 +187,7 @@ class GraphedExecutor(Executor):
         self._mode = self._mode_of(program, batch)
         if self._mode is _Mode.CAPTURE:
             self._works, self._captured = {}, None
+            self._trained = [(p, p.requires_grad) for p in self._module.parameters()]
             self._graphs.begin()
         try:
             result = super().run(program, owners, batch, record, wait)
@@ -201,6 +203,8 @@ class GraphedExecutor(Executor):
     def _mode_of(self, program: Program, batch: Batch) -> _Mode:
         if not batch.replays:
             return _Mode.EAGER
+        if any(p.requires_grad is not trained for p, trained in self._trained):
+            self._works, self._captured, self._trained = {}, None, []
         if program is self._captured:
             self._runs = (None, 0)
             return _Mode.REPLAY
