@@ -10,7 +10,7 @@ The tensors of queued gradients outlive the graph's own use of them, so it must 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,33 +40,38 @@ class Port:
     graph leads to the parameters. So autograd knows when all gradients of a parameter have come, which of them the backward
     under way needs, and gets those that the sink does not take.
 
-    - token: None until `open`; on the parameters' device, where their gradients are accumulated by the same thread.
+    - token: shared by the ports that are opened together, whose parameters it leads to. None until then. It is on the
+      parameters' device, where their gradients are accumulated by the same thread.
     - number: in PORTS, as a tensor on the CPU: the graph has it as an input, so that all layers of a kind share one graph. None
-      until `open`, too: where layers are traced on fake tensors, it could not be made.
+      until it is opened, too: where layers are traced on fake tensors, it could not be made.
+    - trains_weight: whether the weight required gradients then.
     """
 
     def __init__(self, sink: GradientSink):
         self.sink = sink
         self.token: Tensor | None = None
         self.number: Tensor | None = None
+        self.trains_weight = False
         self._parameters: list[Tensor | None] = []
         self._edges: list[Any] = []
         self._values: list[Tensor | None] = []
+        self._tokens: _Ports | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle a port as a closed one."""
         return Port, (self.sink,)
 
-    def open(self, weight: Tensor | None, bias: Tensor | None = None) -> None:
-        """Let gradients of these parameters out, as far as they require them now."""
+    def prepare(self, weight: Tensor | None, bias: Tensor | None) -> list[Tensor]:
+        """Return which of these parameters require gradients now: those that will be let out."""
         self._parameters = [p if p is not None and p.requires_grad else None for p in (weight, bias)]
-        self._values = [None, None]
-        needed = [p for p in self._parameters if p is not None]
+        self._values, self.trains_weight = [None, None], self._parameters[0] is not None
         if self.number is None:
             self.number = torch.tensor(PORTS.add(self), device="cpu")
-        self.token = _Token.apply(int(self.number), *needed) if needed else torch.empty(0)
-        node: Any = self.token.grad_fn
-        edges = iter(node.next_functions if needed else ())
+        return [p for p in self._parameters if p is not None]
+
+    def use(self, token: Tensor, edges: Iterator[Any], ports: _Ports) -> None:
+        """Let the gradients out by a token. edges: from it to the parameters of `ports`, from this one's on."""
+        self.token, self._tokens = token, ports
         self._edges = [None if p is None else next(edges) for p in self._parameters]
 
     def leads_to(self, weight: Tensor | None, bias: Tensor | None) -> bool:
@@ -105,6 +110,26 @@ class Port:
 PORTS: Numbers[Port] = Numbers()
 
 
+class _Ports(list[Port]):
+    """Ports that share a token."""
+
+
+_OF_TOKENS: Numbers[_Ports] = Numbers()
+
+
+def open_together(layers: Sequence[tuple[Port, Tensor | None, Tensor | None]]) -> None:
+    """Let gradients of layers out of graphs by one token, which costs the host less than one each.
+
+    layers: (port, weight, bias) of each; parameters that don't require gradients now stay in.
+    """
+    ports = _Ports(port for port, *_ in layers)
+    needed = [parameter for port, *parameters in layers for parameter in port.prepare(*parameters)]
+    token = _Token.apply(_OF_TOKENS.add(ports), *needed) if needed else torch.empty(0)
+    edges = iter(token.grad_fn.next_functions if needed else ())
+    for port in ports:
+        port.use(token, edges, ports)
+
+
 class _Token(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, number: int, *parameters: Tensor) -> Tensor:
@@ -113,7 +138,7 @@ class _Token(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *PORTS[ctx.number].take_values()
+        return None, *(value for port in _OF_TOKENS[ctx.number] for value in port.take_values())
 
 
 def _of_token(x: Tensor) -> Tensor:
@@ -238,11 +263,12 @@ _embedding_backward = define(
 
 class _Linears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, boundary: tuple[Any, ...], x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        size = len(tensors) // 4
-        weights, biases, _, numbers = (list(tensors[k * size : (k + 1) * size]) for k in range(4))
-        ctx.boundary = boundary
-        ctx.save_for_backward(x, *numbers, *(weights if ctx.needs_input_grad[1] else ()))
+    def forward(
+        ctx: Any, boundary: tuple[Any, ...], size: int, x: Tensor, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        weights, biases, numbers = (list(tensors[k * size : (k + 1) * size]) for k in range(3))
+        ctx.boundary, ctx.tokens = boundary, len(tensors) - 3 * size
+        ctx.save_for_backward(x, *numbers, *(weights if ctx.needs_input_grad[2] else ()))
         if boundary == NO_BOUNDARY.described:
             return tuple(NO_BOUNDARY.enter_products(x, list(zip(weights, biases, strict=True))))
         return tuple(_linears(x, weights, biases, *boundary))
@@ -256,7 +282,8 @@ class _Linears(torch.autograd.Function):
             dx, dtokens = multiply(pairs) if pairs else None, _linears_give(gradients, x, numbers)
         else:
             dx, dtokens = _linears_backward(gradients, x, weights, numbers, *ctx.boundary)
-        return None, dx if weights else None, *unused, *unused, *dtokens, *unused
+        # All tokens lead to their parameters, whose gradients the operator has given: it doesn't matter whose is whose.
+        return None, None, dx if weights else None, *unused, *unused, *unused, *dtokens[: ctx.tokens]
 
 
 class _RowLinear(torch.autograd.Function):
@@ -290,8 +317,12 @@ class _Embedding(torch.autograd.Function):
 def linears(ports: Sequence[Port], x: Tensor, pairs: Sequence[Pair], boundary: RegionBoundary) -> Sequence[Tensor]:
     """Do the same as split_backward.linears, in a graph."""
     weights, biases = [weight for weight, _ in pairs], [bias for _, bias in pairs]
-    tokens, numbers = [port.token for port in ports], [port.number for port in ports]
-    outputs: Sequence[Tensor] = _Linears.apply(boundary.described, x, *weights, *biases, *tokens, *numbers)
+    numbers = [port.number for port in ports]
+    tokens: list[Any] = []
+    for port in ports:
+        if not any(port.token is token for token in tokens):  # a function takes a tensor once
+            tokens.append(port.token)
+    outputs: Sequence[Tensor] = _Linears.apply(boundary.described, len(ports), x, *weights, *biases, *numbers, *tokens)
     return outputs
 
 

@@ -7,6 +7,7 @@ split (norms, convolutions, bare parameters) runs whole at BACKWARD_INPUT. arXiv
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from parallel3d.autograd import in_graph
-from parallel3d.autograd.in_graph import Port
+from parallel3d.autograd.in_graph import Port, open_together
 from parallel3d.autograd.products import NO_BOUNDARY, Pair, RegionBoundary, backward_of_linears, rows_of
 from parallel3d.autograd.recipes import Product, Recipe, RowSum, Scatter
 from parallel3d.autograd.selective import kept
@@ -224,9 +225,10 @@ def _is_in_graph(ports: Sequence[Port], weights: Sequence[Any]) -> bool:
     """Return whether layers are compiled, and with ports that let out all gradients that they need."""
     if not torch.compiler.is_compiling():
         return False
-    tokens = [port.token for port in ports]
-    needed = [weight.requires_grad for weight in weights]
-    return all(token is not None and token.requires_grad >= need for token, need in zip(tokens, needed, strict=True))
+    return all(
+        port.token is not None and (port.trains_weight or not weight.requires_grad)
+        for port, weight in zip(ports, weights, strict=True)
+    )
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -343,19 +345,32 @@ def make_splittable(module: nn.Module, sink: GradientSink) -> None:
             layer.forward = _SplitForward(layer, Port(sink)).forward
 
 
+def _block_of(name: str) -> str:
+    """Return a module's name up to its last number."""
+    parts = name.split(".")
+    while parts and not parts[-1].isdigit():
+        parts.pop()
+    return ".".join(parts)
+
+
 def open_ports(module: nn.Module, sink: GradientSink) -> list[tuple[str, nn.Module, Port]]:
     """Let torch.compile take the layers inside `module` into its graphs, with the parameters that they have now.
 
     sink: takes the gradients of SplittableLayers; plain layers keep that of make_splittable, if they have one.
 
+    The layers of a block, the innermost module with a number in its name, share a token.
+
     Returns the name of each layer, the layer and its port.
     """
-    opened = []
+    opened, together = [], defaultdict[str, list[Any]](list)
     for name, layer in module.named_modules():
         own = layer if isinstance(layer, SplittableLayer) else _SplitForward.of(layer)
         if own is layer:
             layer.port = Port(sink)
         if own is not None:
-            own.port.open(layer._parameters.get("weight"), layer._parameters.get("bias"))
             opened.append((name, layer, own.port))
+            parameters = layer._parameters.get("weight"), layer._parameters.get("bias")
+            together[_block_of(name)].append((own.port, *parameters))
+    for layers in together.values():
+        open_together(layers)
     return opened
