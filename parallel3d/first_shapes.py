@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Around = Callable[[Callable[..., Any]], Callable[..., Any]]
+
 
 class FirstShapes:
     """A function that torch.compile compiles for the shapes of its first call, in training and in evaluation.
@@ -16,12 +18,15 @@ class FirstShapes:
     Other shapes, such as those of a dataset's last and short batch, run the function itself: compiling again would take longer
     than what it saves, and torch gives up after a few times. With `dynamic` true there is one graph for all shapes.
 
-    name: of the layer. others: shapes -> number of calls that ran uncompiled.
+    - name: of the layer.
+    - around: returns what to compile in place of the function, which computes the same.
+    - others: shapes -> number of calls that ran uncompiled.
     """
 
-    def __init__(self, function: Callable[..., Any], name: str, **options: Any):
+    def __init__(self, function: Callable[..., Any], name: str, around: Around | None = None, **options: Any):
         self.name, self.others = name, Counter[str]()
-        self._function, self._compiled = function, torch.compile(function, **options)
+        self._function = function if around is None else around(function)
+        self._compiled = torch.compile(self._function, **options)
         self._dynamic = bool(options.get("dynamic"))
         self._first: dict[bool, Any] = {}
 

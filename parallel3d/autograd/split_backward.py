@@ -365,7 +365,7 @@ def open_ports(module: nn.Module, sink: GradientSink) -> list[tuple[str, nn.Modu
     opened, together = [], defaultdict[str, list[Any]](list)
     for name, layer in module.named_modules():
         own = layer if isinstance(layer, SplittableLayer) else _SplitForward.of(layer)
-        if own is layer:
+        if isinstance(layer, SplittableLayer):
             layer.port = Port(sink)
         if own is not None:
             opened.append((name, layer, own.port))

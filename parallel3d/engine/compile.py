@@ -11,6 +11,7 @@ import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from parallel3d.autograd.in_graph import INDUCTOR_OPTIONS, Port
+from parallel3d.autograd.selective import recomputed_in_graph
 from parallel3d.autograd.sink import GradientSink
 from parallel3d.autograd.split_backward import is_split, open_ports
 from parallel3d.config import SELECTIVE, Config
@@ -40,7 +42,7 @@ class Compilation:
 
     def __init__(self, model: PipelineModule, config: Config, sink: GradientSink, blocks: BlockUnits | None = None):
         self._model, self._config, self._sink, self._blocks = model, config.compile, sink, blocks
-        self._policy, self._directory = config.activation_checkpointing.policy, config.run_record.directory
+        self._directory = config.run_record.directory
         self._writer: UncompiledWriter | None = None
         self._ports: list[tuple[str, nn.Module, Port]] = []
         self._seen: Counter[str] = Counter()
@@ -52,7 +54,7 @@ class Compilation:
         """Compile the loss, and this rank's layers in place, except bare linears and embeddings; see Engine.compile.
 
         changes: arguments of torch.compile that replace the configuration's. Raises ConfigError for a backend or mode that
-        torch.compile doesn't have, and for layers of which attention is to be recomputed.
+        torch.compile doesn't have.
         """
         model, config = self._model, self._config
         given = {"backend": config.backend, "mode": config.mode, "dynamic": config.dynamic, **changes}
@@ -68,10 +70,8 @@ class Compilation:
             self.num_layers += self._blocks.compile(options)
         for place, module in model.calls.modules() if self._blocks is None else ():
             if chosen(place, module) and not is_split(module):
-                _compile(module, options)
+                self._compile_layer(module, options)
                 self.num_layers += 1
-                if self._policy in SELECTIVE:
-                    self._recompute_by_compiler(module)
         if config.layers is None:
             model.wrap_loss(lambda loss_fn: _compiled_loss(loss_fn, model.groups.model.size, options))
         self._seen = _graph_breaks()
@@ -90,13 +90,16 @@ class Compilation:
                     "it in place, by weight.data.copy_(...), or replace it before parallel3d.initialize"
                 )
 
-    def _recompute_by_compiler(self, module: nn.Module) -> None:
-        """Leave "cheap" to the compiler, which recomputes element-wise results of a layer by itself."""
-        if self._model.calls.recompute_nothing(module) and self._policy == "attention":
-            raise ConfigError(
-                f'activation_checkpointing.policy "attention" recomputes operators, which the compiled {type(module).__name__} '
-                'has no longer; set it to "cheap" or "full", or leave the layer out of compile.layers'
-            )
+    def _compile_layer(self, module: nn.Module, options: Mapping[str, Any]) -> None:
+        """Compile a layer in its own way, or as nn.Module.compile does; what is recomputed in part becomes so in its graph."""
+        policy = self._model.calls.policy_of(module)
+        if policy in SELECTIVE:
+            self._model.calls.recompute_nothing(module)
+            options = {**options, "around": partial(recomputed_in_graph, keeps_attention=policy == "cheap")}
+        if type(module).compile is nn.Module.compile:
+            module._compiled_call_impl = FirstShapes(module._call_impl, type(module).__name__, **options)
+        else:
+            module.compile(**options)
 
     def _note_progress(self) -> None:
         """Have each compilation of this process noted as a move, so that a slow first step is not taken for a hang."""
@@ -137,14 +140,6 @@ class Compilation:
             # Arguments and addresses would make one reason look like many.
             reasons[re.sub(r" at 0x[0-9a-f]+", "", reason.partition(" Developer debug context: ")[0])] += count
         return reasons
-
-
-def _compile(module: nn.Module, options: Mapping[str, Any]) -> None:
-    """Compile a layer in its own way, or as nn.Module.compile does."""
-    if type(module).compile is not nn.Module.compile:
-        module.compile(**options)
-    else:
-        module._compiled_call_impl = FirstShapes(module._call_impl, type(module).__name__, **options)
 
 
 def torch_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class BatchRunner:
         self.attention = attention_context(config.attention.backend, model.device)
         whole = isinstance(model, SingleStageModule)
         layers = None if update.units is None or whole else LayerUnits(model, update.units)
-        sharded = update.units.sizes if update.units else {}, layers.uses() if layers else {}
+        sharded = update.units.sizes if update.units else {}, layers.uses if layers else {}
         most = usual_live(update.policy, model.device)
         mine = torch.initial_seed(), update.reducer.num_buckets(), sharded, most
         everyone = all_gather_object(mine, model.groups.control)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
 from parallel3d.activity import POSITION
@@ -74,12 +75,15 @@ class InFlight:
     """State saved by a forward for its backward.
 
     - entry: receives the gradients of the inputs; None on the first chunk.
-    - outputs: the tensors that require grad. structure: the output's; None on the last chunk.
+    - edges: where the backward begins, for the output's tensors that require grad; structure: the output's, None on the last
+      chunk. The tensors themselves are freed once they are sent, unless the backward needs them.
+    - kept: an output that the next chunk, of this rank, uses: it counts for this one.
     """
 
     entry: Entry | None
-    outputs: list[Tensor]
+    edges: list[GradientEdge]
     structure: Structure | None
+    kept: list[Tensor] = field(default_factory=list)
 
 
 class _Task(NamedTuple):
@@ -241,8 +245,8 @@ class Executor:
         structure, tensors = describe(output)
         self._outputs[cell] = (structure, [t.detach() for t in tensors])
         if self._batch.training:
-            outputs = [t for t in tensors if t.requires_grad]
-            self._in_flight[cell] = InFlight(entry, outputs, structure)
+            edges = [get_gradient_edge(t) for t in tensors if t.requires_grad]
+            self._in_flight[cell] = InFlight(entry, edges, structure, tensors if self._is_local(i.chunk + 1) else [])
 
     def _wait_for_inputs(self, i: Instruction) -> None:
         """Receive the chunk's input, the output of the chunk before."""
@@ -275,10 +279,10 @@ class Executor:
         if count is not None:
             self._result.counts[m] = count
         if self._batch.training:
-            outputs = [loss] if loss.requires_grad else []
-            self._in_flight[i.chunk, m] = InFlight(entry, outputs, None)
+            edges = [get_gradient_edge(loss)] if loss.requires_grad else []
+            self._in_flight[i.chunk, m] = InFlight(entry, edges, None)
             self._gradients[i.chunk, m] = [
-                loss_gradient(loss, self._batch.loss_weight * self._batch.loss_scale) for _ in outputs
+                loss_gradient(loss, self._batch.loss_weight * self._batch.loss_scale) for _ in edges
             ]
 
     def _loss(self, output: Any, labels: Any) -> tuple[Tensor, Tensor | None]:
@@ -329,12 +333,10 @@ class Executor:
         cell = (i.chunk, i.micro_batch)
         gradients = self._gradients.pop(cell)
         done = self._in_flight.pop(cell)
-        if done.outputs:
-            torch.autograd.backward(done.outputs, gradients)
+        if done.edges:
+            torch.autograd.backward(done.edges, gradients)
         if done.entry is not None:
             self._gradients[i.chunk - 1, i.micro_batch] = done.entry.gradients()
-        if done.structure is not None and not self._is_local(i.chunk + 1):
-            self._messages.mark_in_transit(done.outputs)
 
     def _send_gradient(self, i: Instruction) -> None:
         gradients = self._gradients.pop((i.chunk - 1, i.micro_batch))

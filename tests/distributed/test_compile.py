@@ -60,7 +60,7 @@ def _graphs() -> int:
 
 @pytest.mark.parametrize(
     ("dp", "stages", "schedule", "checkpointing", "stage"),
-    [(1, 2, "zb-h1", "cheap", 1), (2, 1, "1f1b", 1, 2), (2, 1, "zb-h1", 0, 3), (2, 1, "1f1b", 2, 3)],
+    [(1, 2, "zb-h1", "cheap", 1), (2, 1, "1f1b", "attention", 2), (2, 1, "zb-h1", 0, 3), (2, 1, "1f1b", 2, 3)],
 )
 def test_compiled_layers_train_like_one_plain_process(
     run_ranks, dp: int, stages: int, schedule: str, checkpointing: int | str, stage: int
@@ -74,11 +74,6 @@ def test_compiled_layers_train_like_one_plain_process(
     assert "compiled" in printed
     assert "layers of rank 0" in printed
     assert "a graph broke" not in printed
-
-
-def test_attention_is_not_recomputed_in_a_compiled_layer(run_ranks):
-    with pytest.raises(RankError, match=r'policy "attention" recomputes operators.*set it to "cheap"'):
-        run_ranks(1, train, 1, "1f1b", "attention", 0)
 
 
 def test_compiled_slices_train_like_one_plain_process(run_ranks):
