@@ -78,6 +78,9 @@ class TapedGraphs:
     def __init__(self, device: torch.device):
         self._seeds: dict[int, int] = {}
 
+    def release(self) -> None:
+        """Give back memory."""
+
     def begin(self) -> None:
         """Begin a pool."""
 

@@ -1,23 +1,30 @@
 """Linear and embedding layers inside the graphs of torch.compile, where weight gradients go to a sink too.
 
-An operator in the graph of the backward gives weight gradients to a `Port`, which adds them to their accumulators, queues them,
-or hands them to autograd. So the layer does not break the graph, and its backward is split. The other products of a layer are
-torch's own operators, but for those between which a boundary communicates: these run, in one operator forward and one
-backward, the code of the layer outside of graphs.
+Products whose operands enter or leave through a boundary are one operator of the graph forward and one backward, each of which
+runs the code of the layer outside of graphs; those without a boundary are products of the graph itself. An operator gives
+weight gradients to a `Port`, which adds them to their accumulators, queues them, or hands them to autograd. So the layer does
+not break the graph, and its backward is split.
 
 The tensors of queued gradients outlive the graph's own use of them, so it must not write into their memory: INDUCTOR_OPTIONS.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel3d.autograd.products import NO_BOUNDARY, Pair, RegionBoundary, backward_of_linears, multiply, rows_of
+from parallel3d.autograd.products import (
+    NO_BOUNDARY,
+    Pair,
+    RegionBoundary,
+    backward_of_linears,
+    multiply,
+    rows_of,
+)
 from parallel3d.autograd.recipes import Product, Recipe, RowSum, Scatter
 from parallel3d.autograd.sink import GradientSink
 from parallel3d.operators import Numbers, define
@@ -33,33 +40,38 @@ class Port:
     graph leads to the parameters. So autograd knows when all gradients of a parameter have come, which of them the backward
     under way needs, and gets those that the sink does not take.
 
-    - token: None until `open`; on the parameters' device, where their gradients are accumulated by the same thread.
+    - token: shared by the ports that are opened together, whose parameters it leads to. None until then. It is on the
+      parameters' device, where their gradients are accumulated by the same thread.
     - number: in PORTS, as a tensor on the CPU: the graph has it as an input, so that all layers of a kind share one graph. None
-      until `open`, too: where layers are traced on fake tensors, it could not be made.
+      until it is opened, too: where layers are traced on fake tensors, it could not be made.
+    - trains_weight: whether the weight required gradients then.
     """
 
     def __init__(self, sink: GradientSink):
         self.sink = sink
         self.token: Tensor | None = None
         self.number: Tensor | None = None
+        self.trains_weight = False
         self._parameters: list[Tensor | None] = []
         self._edges: list[Any] = []
         self._values: list[Tensor | None] = []
+        self._tokens: _Ports | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle a port as a closed one."""
         return Port, (self.sink,)
 
-    def open(self, weight: Tensor | None, bias: Tensor | None = None) -> None:
-        """Let gradients of these parameters out, as far as they require them now."""
+    def prepare(self, weight: Tensor | None, bias: Tensor | None) -> list[Tensor]:
+        """Return which of these parameters require gradients now: those that will be let out."""
         self._parameters = [p if p is not None and p.requires_grad else None for p in (weight, bias)]
-        self._values = [None, None]
-        needed = [p for p in self._parameters if p is not None]
+        self._values, self.trains_weight = [None, None], self._parameters[0] is not None
         if self.number is None:
             self.number = torch.tensor(PORTS.add(self), device="cpu")
-        self.token = _Token.apply(int(self.number), *needed) if needed else torch.empty(0)
-        node: Any = self.token.grad_fn
-        edges = iter(node.next_functions if needed else ())
+        return [p for p in self._parameters if p is not None]
+
+    def use(self, token: Tensor, edges: Iterator[Any], ports: _Ports) -> None:
+        """Let the gradients out by a token. edges: from it to the parameters of `ports`, from this one's on."""
+        self.token, self._tokens = token, ports
         self._edges = [None if p is None else next(edges) for p in self._parameters]
 
     def leads_to(self, weight: Tensor | None, bias: Tensor | None) -> bool:
@@ -98,6 +110,26 @@ class Port:
 PORTS: Numbers[Port] = Numbers()
 
 
+class _Ports(list[Port]):
+    """Ports that share a token."""
+
+
+_OF_TOKENS: Numbers[_Ports] = Numbers()
+
+
+def open_together(layers: Sequence[tuple[Port, Tensor | None, Tensor | None]]) -> None:
+    """Let gradients of layers out of graphs by one token, which costs the host less than one each.
+
+    layers: (port, weight, bias) of each; parameters that don't require gradients now stay in.
+    """
+    ports = _Ports(port for port, *_ in layers)
+    needed = [parameter for port, *parameters in layers for parameter in port.prepare(*parameters)]
+    token = _Token.apply(_OF_TOKENS.add(ports), *needed) if needed else torch.empty(0)
+    edges = iter(token.grad_fn.next_functions if needed else ())
+    for port in ports:
+        port.use(token, edges, ports)
+
+
 class _Token(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, number: int, *parameters: Tensor) -> Tensor:
@@ -106,7 +138,7 @@ class _Token(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *PORTS[ctx.number].take_values()
+        return None, *(value for port in _OF_TOKENS[ctx.number] for value in port.take_values())
 
 
 def _of_token(x: Tensor) -> Tensor:
@@ -140,11 +172,24 @@ def _gradients_of_linears(
     given = x if any(port.needs_weight for port in ports) else None
 
     def give(k: int, rows: Tensor, entered: Tensor | None) -> None:
-        ports[k].give(None if entered is None else Product(rows, entered), RowSum(rows))
+        _give(ports[k], rows, entered)
 
     hides = not ports[0].sink.is_deferring
     dx = backward_of_linears(_boundary(*boundary), given, weights, gradients, hides, give)
     return x.new_empty(0) if dx is None else dx, [_of_token(x) for _ in ports]
+
+
+def _give(port: Port, rows: Tensor, x: Tensor | None) -> None:
+    port.give(None if x is None else Product(rows, x), RowSum(rows))
+
+
+def _give_of_linears(gradients: Sequence[Tensor | None], x: Tensor, numbers: Sequence[Tensor]) -> list[Tensor]:
+    rows = rows_of(x)
+    for gradient, number in zip(gradients, numbers, strict=True):
+        if gradient is not None:
+            port = PORTS[int(number)]
+            _give(port, rows_of(gradient), rows if port.needs_weight else None)
+    return [_of_token(x) for _ in numbers]
 
 
 def _forward_of_row_linear(x: Tensor, weight: Tensor, *boundary: Any) -> Tensor:
@@ -174,25 +219,19 @@ def _gradients_of_embedding(
     return _of_token(gradient)
 
 
-def _give_linear(gradient: Tensor, x: Tensor, number: Tensor, has_bias: bool) -> Tensor:
-    rows = rows_of(gradient)
-    PORTS[int(number)].give(Product(rows, rows_of(x)), RowSum(rows) if has_bias else None)
-    return _of_token(gradient)
-
-
 _BOUNDARY = "str kind, int group, SymInt? length"
 
-_linear_given = define(
-    "linear_given",
-    "(Tensor gradient, Tensor x, Tensor number, bool has_bias) -> Tensor",
-    _give_linear,
-    lambda gradient, *_: _of_token(gradient),
-)
 _linears_backward = define(
     "linears_backward",
     f"(Tensor?[] gradients, Tensor x, Tensor[] weights, Tensor[] numbers, {_BOUNDARY}) -> (Tensor, Tensor[])",
     _gradients_of_linears,
     lambda _, x, weights, numbers, *__: (x.new_empty(x.shape if weights else 0), [_of_token(x) for _ in numbers]),
+)
+_linears_give = define(
+    "linears_give",
+    "(Tensor?[] gradients, Tensor x, Tensor[] numbers) -> Tensor[]",
+    _give_of_linears,
+    lambda _, x, numbers: [_of_token(x) for _ in numbers],
 )
 _linears = define(
     "linears",
@@ -222,42 +261,29 @@ _embedding_backward = define(
 # Functions of autograd around the operators: kernels of operators for autograd cost the host 10 us more a call.
 
 
-class _Products(torch.autograd.Function):
-    """Linear layers without a boundary."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
-        size = len(tensors) // 4
-        weights, biases, _, numbers = (tensors[k * size : (k + 1) * size] for k in range(4))
-        ctx.have_bias = [bias is not None for bias in biases]
-        ctx.save_for_backward(x, *numbers, *(weights if ctx.needs_input_grad[0] else ()))
-        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, *others = ctx.saved_tensors
-        numbers, weights, unused = others[: len(gradients)], others[len(gradients) :], [None] * len(gradients)
-        dx = multiply(list(zip(gradients, weights, strict=True))) if weights else None
-        layers = zip(gradients, numbers, ctx.have_bias, strict=True)
-        given = [_linear_given(gradient, x, number, has_bias) for gradient, number, has_bias in layers]
-        return dx, *unused, *unused, *given, *unused
-
-
 class _Linears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, boundary: tuple[Any, ...], x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        size = len(tensors) // 4
-        weights, biases, _, numbers = (list(tensors[k * size : (k + 1) * size]) for k in range(4))
-        ctx.boundary = boundary
-        ctx.save_for_backward(x, *numbers, *(weights if ctx.needs_input_grad[1] else ()))
+    def forward(
+        ctx: Any, boundary: tuple[Any, ...], size: int, x: Tensor, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        weights, biases, numbers = (list(tensors[k * size : (k + 1) * size]) for k in range(3))
+        ctx.boundary, ctx.tokens = boundary, len(tensors) - 3 * size
+        ctx.save_for_backward(x, *numbers, *(weights if ctx.needs_input_grad[2] else ()))
+        if boundary == NO_BOUNDARY.described:
+            return tuple(NO_BOUNDARY.enter_products(x, list(zip(weights, biases, strict=True))))
         return tuple(_linears(x, weights, biases, *boundary))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, *others = ctx.saved_tensors
         numbers, weights, unused = others[: len(gradients)], others[len(gradients) :], [None] * len(gradients)
-        dx, dtokens = _linears_backward(gradients, x, weights, numbers, *ctx.boundary)
-        return None, dx if weights else None, *unused, *unused, *dtokens, *unused
+        if ctx.boundary == NO_BOUNDARY.described:
+            pairs = [(g, w) for g, w in zip(gradients, weights, strict=False) if g is not None]
+            dx, dtokens = multiply(pairs) if pairs else None, _linears_give(gradients, x, numbers)
+        else:
+            dx, dtokens = _linears_backward(gradients, x, weights, numbers, *ctx.boundary)
+        # All tokens lead to their parameters, whose gradients the operator has given: it doesn't matter whose is whose.
+        return None, None, dx if weights else None, *unused, *unused, *unused, *dtokens[: ctx.tokens]
 
 
 class _RowLinear(torch.autograd.Function):
@@ -291,17 +317,17 @@ class _Embedding(torch.autograd.Function):
 def linears(ports: Sequence[Port], x: Tensor, pairs: Sequence[Pair], boundary: RegionBoundary) -> Sequence[Tensor]:
     """Do the same as split_backward.linears, in a graph."""
     weights, biases = [weight for weight, _ in pairs], [bias for _, bias in pairs]
-    tokens, numbers = [port.token for port in ports], [port.number for port in ports]
-    given = (x, *weights, *biases, *tokens, *numbers)
-    is_bare = boundary is NO_BOUNDARY
-    outputs: Sequence[Tensor] = _Products.apply(*given) if is_bare else _Linears.apply(boundary.described, *given)
+    numbers = [port.number for port in ports]
+    tokens: list[Any] = []
+    for port in ports:
+        if not any(port.token is token for token in tokens):  # a function takes a tensor once
+            tokens.append(port.token)
+    outputs: Sequence[Tensor] = _Linears.apply(boundary.described, len(ports), x, *weights, *biases, *numbers, *tokens)
     return outputs
 
 
 def row_linear(port: Port, x: Tensor, weight: Tensor, boundary: RegionBoundary) -> Tensor:
     """Do the same as split_backward.row_linear, in a graph."""
-    if boundary is NO_BOUNDARY:
-        return linears([port], x, [(weight, None)], boundary)[0]
     y: Tensor = _RowLinear.apply(boundary.described, x, weight, port.token, port.number)
     return y
 

@@ -70,6 +70,10 @@ def _hooks(parameter: nn.Parameter) -> list[Callable[..., Any]]:
     return [*before.values(), *after.values()]
 
 
+def _num_hooks(parameter: nn.Parameter) -> int:
+    return len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
+
+
 def _owner(hook: Callable[..., Any]) -> _Hooks | None:
     """Return the _Hooks to which a hook belongs; None for a hook of the user."""
     owner = getattr(hook, "__self__", None)
@@ -356,7 +360,7 @@ class GradientSink:
             self._take is None
             or torch.is_grad_enabled()  # create_graph=True: a gradient to differentiate
             or parameter not in self._ledger
-            or any(_owner(hook) is None for hook in _hooks(parameter))
+            or _num_hooks(parameter) > 2  # there are hooks of the user's beside the sink's
             or not accumulates(edge[0])
         ):
             return gradient.value()

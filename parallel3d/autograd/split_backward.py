@@ -7,6 +7,7 @@ split (norms, convolutions, bare parameters) runs whole at BACKWARD_INPUT. arXiv
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from parallel3d.autograd import in_graph
-from parallel3d.autograd.in_graph import Port
+from parallel3d.autograd.in_graph import Port, open_together
 from parallel3d.autograd.products import NO_BOUNDARY, Pair, RegionBoundary, backward_of_linears, rows_of
 from parallel3d.autograd.recipes import Product, Recipe, RowSum, Scatter
 from parallel3d.autograd.selective import kept
@@ -76,6 +77,42 @@ class SplitLinears(torch.autograd.Function):
         hides = not ctx.sinks[0].is_deferring
         dx = backward_of_linears(ctx.boundary, given, weights, gradients, hides, give)
         return None, None, dx, *dparameters
+
+
+class SplitLinear(torch.autograd.Function):
+    """The same as SplitLinears for one layer without a boundary, in a fraction of the host's time."""
+
+    @staticmethod
+    def forward(ctx: Any, sink: GradientSink, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Run the forward of the layer."""
+        ctx.set_materialize_grads(False)
+        ctx.sink, ctx.parameters = sink, (weight, bias)
+        _, needs_x, needs_weight, _ = ctx.needs_input_grad
+        saved = x if needs_weight else None, weight if needs_x else None
+        ctx.save_for_backward(*saved)
+        if not torch._C._len_torch_dispatch_stack():
+            return F.linear(x, weight, bias)
+        return kept("column products", lambda: [F.linear(x, weight, bias)], _number(saved))[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the input, and of the parameters that autograd handles."""
+        if gradient is None:
+            return None, None, None, None
+        x, weight = ctx.saved_tensors
+        _, needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        rows, edges, dx, dweight, dbias = rows_of(gradient), ctx.next_functions, None, None, None
+        if needs_x:
+            dx = rows.mm(weight).view(*gradient.shape[:-1], weight.shape[1])
+        if needs_weight:
+            dweight = ctx.sink.route(ctx.parameters[0], edges[1], Product(rows, rows_of(x)))
+        if needs_bias:
+            dbias = ctx.sink.route(ctx.parameters[1], edges[2], RowSum(rows))
+        return None, dx, dweight, dbias
+
+
+# Not its `apply` itself, which looks for the transforms of torch.func: where they are active, layers are not split.
+_split_linear: Any = super(torch.autograd.Function, SplitLinear).apply  # type: ignore[misc]
 
 
 class SplitRowLinear(torch.autograd.Function):
@@ -188,9 +225,10 @@ def _is_in_graph(ports: Sequence[Port], weights: Sequence[Any]) -> bool:
     """Return whether layers are compiled, and with ports that let out all gradients that they need."""
     if not torch.compiler.is_compiling():
         return False
-    tokens = [port.token for port in ports]
-    needed = [weight.requires_grad for weight in weights]
-    return all(token is not None and token.requires_grad >= need for token, need in zip(tokens, needed, strict=True))
+    return all(
+        port.token is not None and (port.trains_weight or not weight.requires_grad)
+        for port, weight in zip(ports, weights, strict=True)
+    )
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -243,11 +281,12 @@ class _SplitForward:
         layer, port = self._layer, self.port
         if not (torch.is_grad_enabled() and _splits(layer, input)) or torch._C._are_functorch_transforms_active():
             return self._ordinary(layer, input)
-        weight: Any = layer.weight
-        if not (_is_in_graph([port], [weight]) if torch.compiler.is_compiling() else port.sink.takes(weight)):
+        weight, compiles = layer._parameters["weight"], torch.compiler.is_compiling()
+        if not (_is_in_graph([port], [weight]) if compiles else port.sink.takes(weight)):
             return self._ordinary(layer, input)
         if isinstance(layer, nn.Linear):
-            return linear(port, input, weight, layer.bias)
+            bias = layer._parameters["bias"]
+            return linear(port, input, weight, bias) if compiles else _split_linear(port.sink, input, weight, bias)
         return embedding(port, input, weight, -1 if layer.padding_idx is None else layer.padding_idx)
 
 
@@ -259,9 +298,10 @@ def _splits(layer: nn.Module, x: Tensor) -> bool:
     """Return whether this call can be split, by the conditions that torch.compile can trace."""
     # Not `layer.weight`, which computes the weight of a parametrized layer.
     weight = layer._parameters.get("weight")
+    kind = type(weight)
     return (
-        isinstance(weight, nn.Parameter)
-        and type(weight) in _PLAIN
+        # isinstance of a Parameter runs Python.
+        (kind is nn.Parameter or (kind in _PLAIN and isinstance(weight, nn.Parameter)))
         and weight.requires_grad
         and weight.is_floating_point()
         and type(x) in _PLAIN
@@ -305,19 +345,32 @@ def make_splittable(module: nn.Module, sink: GradientSink) -> None:
             layer.forward = _SplitForward(layer, Port(sink)).forward
 
 
+def _block_of(name: str) -> str:
+    """Return a module's name up to its last number."""
+    parts = name.split(".")
+    while parts and not parts[-1].isdigit():
+        parts.pop()
+    return ".".join(parts)
+
+
 def open_ports(module: nn.Module, sink: GradientSink) -> list[tuple[str, nn.Module, Port]]:
     """Let torch.compile take the layers inside `module` into its graphs, with the parameters that they have now.
 
     sink: takes the gradients of SplittableLayers; plain layers keep that of make_splittable, if they have one.
 
+    The layers of a block, the innermost module with a number in its name, share a token.
+
     Returns the name of each layer, the layer and its port.
     """
-    opened = []
+    opened, together = [], defaultdict[str, list[Any]](list)
     for name, layer in module.named_modules():
         own = layer if isinstance(layer, SplittableLayer) else _SplitForward.of(layer)
         if isinstance(layer, SplittableLayer):
             layer.port = Port(sink)
         if own is not None:
-            own.port.open(layer._parameters.get("weight"), layer._parameters.get("bias"))
             opened.append((name, layer, own.port))
+            parameters = layer._parameters.get("weight"), layer._parameters.get("bias")
+            together[_block_of(name)].append((own.port, *parameters))
+    for layers in together.values():
+        open_together(layers)
     return opened

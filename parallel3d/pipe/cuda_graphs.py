@@ -76,16 +76,20 @@ class CudaGraphs:
         own.wait_stream(before)
         torch.cuda.set_stream(own)
 
-    def begin(self) -> None:
-        """Begin a new pool, in the memory that was reserved for the same work without graphs."""
+    def release(self) -> None:
+        """Give back memory that the same work has reserved without graphs, before what will stay is allocated in between."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
+
+    def begin(self) -> None:
+        """Begin a new pool."""
+        self.release()
         self._pool = torch.cuda.graph_pool_handle()
 
     @contextmanager
     def capture(self, layers: Sequence[int]) -> Iterator[Replayable]:
         """Capture the kernels that the block launches, which don't run. layers: those that may draw random numbers."""
-        graph, own = torch.cuda.CUDAGraph(), self._generator.graphsafe_get_state()
+        graph, own, spare = torch.cuda.CUDAGraph(), self._generator.graphsafe_get_state(), self._generator.clone_state()
         for layer in layers:
             if layer not in self._states:
                 self._states[layer] = self._generator.clone_state()
@@ -98,8 +102,10 @@ class CudaGraphs:
             yield graph
             self._check_host()
         except BaseException:
-            with suppress(Exception):  # a capture that has failed can't be ended in order
+            with suppress(Exception):
                 graph.capture_end()
+            # PyTorch 2.11 leaves the states of a capture that can't be ended in order as if it went on.
+            own, self._states = spare, {}
             raise
         else:
             graph.capture_end()
@@ -157,7 +163,7 @@ class GraphedExecutor(Executor):
     """Executor that captures a training program at its third run, and replays it from then on.
 
     A micro-batch of other shapes runs without graphs, and so does a program of another number of micro-batches until it runs
-    three times in a row.
+    three times in a row. Parameters that are frozen, or trained again, begin anew.
     """
 
     def __init__(self, graphs: CudaGraphs, *args: Any, **kwargs: Any):
@@ -165,6 +171,7 @@ class GraphedExecutor(Executor):
         self._works: dict[Instruction, _Work] = {}
         self._mode = _Mode.EAGER
         self._captured: Program | None = None
+        self._trained: list[tuple[nn.Parameter, bool]] = []  # whether each parameter was when it was captured
         self._runs: tuple[Program | None, int] = (None, 0)
         super().__init__(*args, **kwargs)
 
@@ -180,6 +187,7 @@ class GraphedExecutor(Executor):
         self._mode = self._mode_of(program, batch)
         if self._mode is _Mode.CAPTURE:
             self._works, self._captured = {}, None
+            self._trained = [(p, p.requires_grad) for p in self._module.parameters()]
             self._graphs.begin()
         try:
             result = super().run(program, owners, batch, record, wait)
@@ -188,11 +196,15 @@ class GraphedExecutor(Executor):
             raise
         if self._mode is _Mode.CAPTURE:
             self._captured = program
+        elif batch.captures and self._captured is None:
+            self._graphs.release()  # the optimizer is about to allocate its state
         return result
 
     def _mode_of(self, program: Program, batch: Batch) -> _Mode:
         if not batch.replays:
             return _Mode.EAGER
+        if any(p.requires_grad is not trained for p, trained in self._trained):
+            self._works, self._captured, self._trained = {}, None, []
         if program is self._captured:
             self._runs = (None, 0)
             return _Mode.REPLAY

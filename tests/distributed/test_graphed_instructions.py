@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import toy
 from graphed_runs import check, train
 from layouts import make_engine
 from ranks import RankError
+from reference import Item
+from taped_graphs import TapedGraphs
+from torch import Tensor, nn
+
+from parallel3d.engine import step
 
 BF16 = {"bf16": {"enabled": True}}
 
@@ -50,3 +57,21 @@ def test_what_cannot_be_captured_is_refused_by_name(run_ranks, config: dict[str,
 
 def refused(config: dict[str, Any]) -> None:
     make_engine(toy.model(False), compile={"cuda_graphs": True}, **config)
+
+
+def freeze_later(config: dict[str, Any]) -> list[Tensor]:
+    """Weights of the first linear layer after each of eight steps; it is frozen after the fourth."""
+    with mock.patch.object(step, "CudaGraphs", TapedGraphs):
+        engine = make_engine([Item(nn.Linear, (8, 8)), Item(nn.Linear, (8, 8))], nn.functional.mse_loss, **config)
+    weights = []
+    for k in range(8):
+        engine.pipeline_module.layers["0"].requires_grad_(k < 4)
+        engine.train_batch(iter([(torch.ones(toy.SAMPLES, 8), torch.zeros(toy.SAMPLES, 8))]))
+        weights += [p.detach().clone() for p in engine.pipeline_module.parameters()]
+    return weights
+
+
+def test_parameters_frozen_after_the_capture_stay_as_they_are(run_ranks):
+    ((graphed,), (plain,)) = (run_ranks(1, freeze_later, {"compile": {"cuda_graphs": c}}) for c in (True, False))
+    assert all(map(torch.equal, graphed, plain))
+    assert torch.equal(plain[16], plain[28])
