@@ -116,5 +116,5 @@ def _attach(linear: nn.Module, fp8: Fp8, sink: GradientSink) -> None:
         linear.use_fp8(Fp8Linear(fp8, sink, linear.group, dim) if linear.group.size > 1 else Fp8Linear(fp8, sink))
     else:
         make_splittable(linear, sink)
-        replaced: Any = linear.forward
-        replaced.__self__.compute_by(partial(fp8_linear, Fp8Linear(fp8, sink), linear))
+        forward: Any = linear.forward
+        forward.__self__.compute_by(partial(fp8_linear, Fp8Linear(fp8, sink), linear))
