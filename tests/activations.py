@@ -56,6 +56,6 @@ def check_report(schedule: str, ranks: list[dict[str, tuple[int, int]]], width: 
         assert rank["backward"][1] >= rank["steady"][1] + measured
     micro_batches = SCHEDULES[schedule][2]
     if micro_batches is not None:
-        saved = micro_batches * LAYERS * message
-        most = saved + (messages + 1 + micro_batches) * message
+        saved = micro_batches * (LAYERS - 1) * message  # inputs of layers; what the last one returns is sent and freed
+        most = saved + (messages + 1 + (messages - 1) * micro_batches) * message
         assert saved <= ranks[0]["activations"][1] <= most

@@ -335,7 +335,7 @@ def reference_run(
     clipping: bool,
     optimizer: str,
     dropout: float,
-    num_blocks: int = 5,
+    num_blocks: int = 3,
 ) -> Run:
     """Return the result that `train` must have in any layout with `steps` steps of `per_step` micro-batches."""
     clip = CLIPPING if clipping else 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, product
 from typing import Any
@@ -47,7 +47,7 @@ class Layout:
         return self.tp > 1 or not self.sequence_parallel
 
     def __str__(self) -> str:
-        return "-".join(f"{name}{value}" for name, value in asdict(self).items())
+        return "-".join(f"{name}{value}" for name, value in vars(self).items())
 
 
 AXES: dict[str, tuple[Any, ...]] = {
@@ -67,7 +67,7 @@ ALL = [layout for values in product(*AXES.values()) if (layout := Layout(*values
 
 @cache
 def pairs(layout: Layout) -> frozenset[Any]:
-    return frozenset(combinations(asdict(layout).items(), 2))
+    return frozenset(combinations(vars(layout).items(), 2))
 
 
 def worth(layout: Layout, num_pairs: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ CASES = {
     "pp2-zero0": Case(pp=2, stage=0, schedule="zb-h1", optimizer=("NAdam", {"lr": 1e-3})),
     "dp2-others": Case(dp=2, optimizer=("Adamax", {"lr": 1e-3}), clipping=0.0),
 }
+WAYS = ("device", "half", "cpu", "disk")
 WORLDS = {name: case.dp * case.pp for name, case in CASES.items()}
 
 
@@ -127,8 +128,13 @@ def on_disk(directory: Path, **more: Any) -> dict[str, Any]:
     }
 
 
-def compare(case: Case, directory: Path, before_step: Callable[[], None] = lambda: None) -> list[str]:
-    """Return what differs from training without offload, and from the predicted memory. before_step: called in each step."""
+def compare(
+    case: Case, directory: Path, before_step: Callable[[], None] = lambda: None, names: Sequence[str] = WAYS
+) -> list[str]:
+    """Return what differs from training without offload, and from the predicted memory.
+
+    before_step: called in each step; names: of the ways to offload that are tried.
+    """
     wanted, wanted_state, skipped, engine = trained(case, {})
     # A CPU and a GPU round masters differently, and so weights of few bits, which the steps to come compute with.
     rounds_otherwise = engine.device.type == "cuda" and bool({"bf16", "fp16"} & case.config.keys())
@@ -137,7 +143,8 @@ def compare(case: Case, directory: Path, before_step: Callable[[], None] = lambd
     # From stage 2 on, the disk has a part, host memory another one, and the device the rest.
     split = {"ratio": 0.8, "host_ratio": 0.5} if case.stage >= 2 else {}
     ways = {"device": DEVICE, "half": HALF, "cpu": ON_CPU, "disk": on_disk(directory, **split)}
-    for name, offload in ways.items():
+    for name in names:
+        offload = ways[name]
         tolerance = 1e-6 if name == "cpu" else 0.0
         run, state, own_skipped, engine = trained(case, offload, before_step)
         if own_skipped != skipped or (0 < skipped < STEPS) != ("fp16" in case.config):

@@ -105,7 +105,7 @@ def halve(state: Any) -> Any:
     return with_hidden(state, hidden_of(state) / 2)
 
 
-def model(tied: bool, num_blocks: int = 5, dropout: float = 0.0) -> list[Item]:
+def model(tied: bool, num_blocks: int = 3, dropout: float = 0.0) -> list[Item]:
     """2 * num_blocks + 4 layers."""
     pair = [Item(Attention, (HIDDEN,)), Item(MLP, (HIDDEN, dropout))]
     blocks = pair * num_blocks

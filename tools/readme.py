@@ -2,21 +2,23 @@
 
 The sdist is unpacked into FOLDER, so that nothing but what it contains can be used. README's bash blocks are one script, which
 stops at the first command that fails; its first Python block is script.py, as README says. `make test` is left out: CI runs it.
-`make train` makes a few steps instead of all. What the package declares to require is linked from the environment that runs
-this: pip finds it there, and need not unpack PyTorch a second time.
+`make train` makes a few steps instead of all. What the package declares to require, also for the extras that README installs,
+is linked from the environment that runs this, if it is there: pip finds it, and need not unpack PyTorch a second time.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import venv
-from importlib.metadata import distribution
+from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import cache_from_source
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from sybil import Document
 from sybil.parsers.markdown import CodeBlockParser
 
@@ -29,15 +31,19 @@ def code_blocks(readme: Path, language: str) -> list[str]:
     return [str(example.parsed) for example in document.examples()]
 
 
-def required(name: str) -> set[str]:
-    """Return the names of what a distribution requires without extras, and of what that does."""
+def required(name: str, extras: set[str]) -> set[str]:
+    """Return the names of what a distribution requires with these extras, and of what that does, as far as it is installed."""
     found: set[str] = set()
-    left = [name]
+    left = [(name, {"", *extras})]
     while left:
-        requirements = map(Requirement, distribution(left.pop()).requires or ())
-        needed = {r.name for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})}
-        left += needed - found
-        found |= needed
+        name, extras = left.pop()
+        try:
+            requirements = map(Requirement, distribution(name).requires or ())
+        except PackageNotFoundError:
+            continue
+        found.add(canonicalize_name(name))
+        needed = [r for r in requirements if r.marker is None or any(r.marker.evaluate({"extra": x}) for x in extras)]
+        left += [(r.name, {"", *r.extras}) for r in needed if canonicalize_name(r.name) not in found]
     return found
 
 
@@ -64,7 +70,9 @@ def main() -> None:
     (source / "script.py").write_text(code_blocks(source / "README.md", "python")[0], encoding="utf-8")
     venv.create(source / ".venv", symlinks=True, with_pip=True)
     packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(source / ".venv")}))
-    for name in required("parallel3d") - {"setuptools"}:  # PyTorch requires it, and a new environment may have its own
+    extras = {extra for given in re.findall(r"install \"\.\[(.*?)\]\"", script) for extra in given.split(",")}
+    # PyTorch requires setuptools, and a new environment may have its own.
+    for name in required("parallel3d", extras) - {"parallel3d", "setuptools"}:
         link_installed(name, packages)
     left_out = {"PYTHONPATH", "MAKEFLAGS", "MAKELEVEL"}  # of a user there is no make around
     environment = {name: value for name, value in os.environ.items() if name not in left_out} | {

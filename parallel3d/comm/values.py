@@ -10,7 +10,7 @@ import base64
 import json
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
@@ -98,7 +98,7 @@ def _class(name: str, is_allowed: Callable[[Any], bool]) -> Any:
 def _decode(value: Any) -> Any:
     if isinstance(value, list):
         return [_decode(item) for item in value]
-    if not isinstance(value, Mapping):
+    if not isinstance(value, dict):  # of JSON's; to ask for a Mapping takes most of the time
         return value
     if _KIND not in value:
         return {key: _decode(item) for key, item in value.items()}

@@ -82,7 +82,8 @@ def find_nvcc() -> str | None:
 def build(directory: Path | None = None, sources: list[Path] | None = None) -> Path:
     """Compile the sources into a directory (default: the user's cache), unless that is done, and return the library's path.
 
-    Several processes may do so at once. Raises KernelError if there is no nvcc, or with what nvcc prints.
+    A library that is in the user's cache is copied. Several processes may do so at once. Raises KernelError if there is no
+    nvcc, or with what nvcc prints.
     """
     sources = sources or source_files()
     path = (directory or cache_directory()) / library_name(sources)
@@ -94,11 +95,22 @@ def build(directory: Path | None = None, sources: list[Path] | None = None) -> P
     try:
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         with whole(path) as part:
-            _compile(nvcc, [str(source) for source in sources if source.suffix == ".cu"], part)
+            if not _copy_cached(path.name, part):
+                _compile(nvcc, [str(source) for source in sources if source.suffix == ".cu"], part)
             part.chmod(0o755)
     except OSError as error:
         raise KernelError(f"{path} can't be written: {error}; set XDG_CACHE_HOME to a directory of your own") from error
     return path
+
+
+def _copy_cached(name: str, target: Path) -> bool:
+    """Copy the library of this name from the user's cache, if it is there and nobody else may have written it."""
+    with suppress(KernelError, FileNotFoundError):
+        cached = cache_directory() / name
+        _check_private(cached)
+        shutil.copyfile(cached, target)
+        return True
+    return False
 
 
 def _compile(nvcc: str, sources: list[str], target: Path) -> None:

@@ -59,7 +59,7 @@ class Noisy(nn.Module):
 
 
 def noisy_model() -> list[Item]:
-    items = toy.model(tied=True)
+    items = toy.model(tied=True, num_blocks=2)
     return [items[0], Item(Noisy, (HIDDEN,)), *items[1:7], Item(Noisy, (HIDDEN,)), *items[7:]]
 
 
@@ -91,7 +91,7 @@ def train_with_evaluations(pipeline: dict[str, Any], evaluate: bool) -> tuple[Ru
 
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=str)
 def test_evaluation_changes_nothing_in_training(run_ranks, pipeline: dict[str, Any]):
-    n = pipeline["stages"] * 2
+    n = 4
     without = run_ranks(n, train_with_evaluations, pipeline, False)
     evaluated = run_ranks(n, train_with_evaluations, pipeline, True)
     for (run, buffers, _), (other_run, other_buffers, seen) in zip(without, evaluated, strict=True):

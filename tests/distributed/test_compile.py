@@ -77,8 +77,8 @@ def test_compiled_layers_train_like_one_plain_process(
 
 
 def test_compiled_slices_train_like_one_plain_process(run_ranks):
-    layout = layouts3d.Layout(2, 2, 1, "1", True, "zb-h1", True, True, "SGD")
-    ranks = run_ranks(4, layouts3d.train, layout, False, {"compile": COMPILE})
+    layout = layouts3d.Layout(1, 2, 1, "1", True, "zb-h1", True, True, "SGD")
+    ranks = run_ranks(2, layouts3d.train, layout, False, {"compile": COMPILE})
     layouts3d.check(ranks, layouts3d.wanted(1, True, True, "SGD"))
 
 

@@ -35,7 +35,7 @@ LAYOUTS = [
 
 def alone(layout: Layout, recipe: str, weight_gradient: str) -> Run:
     reference = Reference(
-        toy.model(False, dropout=layout.dropout),
+        toy.model(False, layout.num_blocks, layout.dropout),
         toy.cross_entropy,
         make_optimizer(layout.optimizer),
         base_seed=BASE_SEED,

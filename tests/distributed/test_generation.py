@@ -23,11 +23,11 @@ LAYOUTS = [
     ("llama", 2, 2, True, 0),
     ("mistral", 2, 1, False, 3, 2),
     ("gpt2", 1, 2, False, 1),
-    ("gemma", 2, 2, False, 0),
     ("gemma2", 2, 1, False, 3),
     ("phi", 1, 2, False, 3),
 ]
-MORE = [(name, *layout) for name, *_ in LAYOUTS for layout in [(4, 1, False, 0), (2, 2, False, 0), (1, 1, False, 3)]]
+NAMES = ["llama", "mistral", "gpt2", "gemma", "gemma2", "phi"]
+MORE = [(name, *layout) for name in NAMES for layout in [(4, 1, False, 0), (2, 2, False, 0), (1, 1, False, 3)]]
 SAMPLING = {"do_sample": True, "temperature": 0.7, "top_k": 40, "top_p": 0.9}
 
 

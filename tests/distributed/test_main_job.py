@@ -26,6 +26,7 @@ OWN_DATA = [
     "--data",
     argparse.__file__,
 ]  # a text: each rank would take a second to read the default, the standard library
+IMPORTS = ["parallel3d.planner.calibrate.runs"]  # once for all ranks of a launcher
 LAUNCHER = [sys.executable, "-m", "parallel3d.launcher", "--num_procs"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
 
@@ -36,7 +37,7 @@ def train(command: list[str], out: Path, *arguments: str) -> tuple[Path, list[di
     if command[0] == sys.executable:
         done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
         assert done.returncode == 0, done.stderr
-    printed = done.stdout if command[0] == sys.executable else run_launcher(ROOT, *command)
+    printed = done.stdout if command[0] == sys.executable else run_launcher(ROOT, *command, imports=IMPORTS)
     (directory,) = out.iterdir()
     return directory, read_metrics(directory), printed
 
@@ -119,11 +120,11 @@ def test_two_by_two_learns_what_one_process_does(
 def test_tensor_parallelism_and_chunks_dont_change_what_it_learns(
     one_process: tuple[Path, list[dict[str, float]]], tmp_path: Path, full: bool
 ):
-    arguments = [*OWN_DATA, "--schedule", "interleaved", "--chunks", "2", "--layout"]
+    arguments = [*OWN_DATA, "--micro_batch", "4", "--schedule", "interleaved", "--chunks", "2", "--layout"]
     if full:
         _, rows, printed = train([*TORCHRUN, "8"], tmp_path, *arguments, "pp2,tp2,dp2,sp")
     else:
-        rows, printed = train_warm(4, tmp_path, *arguments, "pp2,tp2,sp")
+        _, rows, printed = train([*LAUNCHER[2:], "4"], tmp_path, *arguments, "pp2,tp2,sp")
     check_losses(rows, one_process[1])
     assert "a sample:" in printed
 

@@ -139,10 +139,24 @@ def check_against_transformers(
 
 # (stages, tensor_ranks, whether sequences are shared): 2 key and value heads over 4 ranks, 257 words over 2, 9 tokens over 2.
 LAYOUTS = [(1, 1, False), (2, 1, False), (2, 2, False), (2, 2, True), (1, 4, True)]
+OTHERS: list[tuple[str, int, int, dict[str, str]]] = [
+    ("gemma2", 2, 2, {}),
+    ("gemma2-one-kv-head", 1, 3, {"model.embed_tokens": "replicate"}),
+    ("phi", 2, 2, {"lm_head": "colwise"}),
+    ("phi-norms", 1, 4, {}),
+    ("phi3", 2, 2, {}),
+    ("gemma3", 1, 2, {}),
+    ("neox", 1, 3, {}),
+]
+IN_STAGES: list[tuple[str, int, int, dict[str, str]]] = [
+    ("gemma2", 2, 1, {}),
+    ("phi", 2, 1, {}),
+    ("gemma2-one-kv-head", 2, 2, {}),
+]
 COVER = {
     "llama": [(1, 1, False), (2, 2, True), (1, 4, True)],
-    "mistral": [(1, 1, False), (2, 2, False)],
-    "qwen2": [(1, 1, False), (2, 1, False), (2, 2, False)],
+    "mistral": [(2, 2, False)],
+    "qwen2": [(2, 1, False), (2, 2, False)],
     "qwen3-odd": [(2, 2, True)],
     "gemma": [(1, 4, True)],
     "gpt2": [(1, 1, False), (2, 2, True)],
@@ -154,6 +168,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         full = metafunc.config.getoption("full")
         cases = [(name, *layout) for name, cover in COVER.items() for layout in (LAYOUTS if full else cover)]
         metafunc.parametrize(("name", "stages", "tensor_ranks", "sequence"), cases)
+    if "words" in metafunc.fixturenames:
+        full = metafunc.config.getoption("full")
+        cases = [*OTHERS, *(IN_STAGES if full else [])]
+        metafunc.parametrize(("name", "stages", "tensor_ranks", "words"), cases)
     if "shards" in metafunc.fixturenames:  # whole sequences are compiled in test_compile.py
         metafunc.parametrize("shards", [True, False] if metafunc.config.getoption("full") else [True])
 
@@ -188,21 +206,6 @@ def test_a_stage_may_end_between_attention_and_feed_forward(run_ranks, tmp_path)
     check_against_transformers(model, results, tmp_path / "out", 1e-8)
 
 
-@pytest.mark.parametrize(
-    ("name", "stages", "tensor_ranks", "words"),
-    [
-        ("gemma2", 2, 1, {}),
-        ("phi", 2, 1, {}),
-        ("gemma2", 2, 2, {}),
-        ("gemma2-one-kv-head", 2, 2, {}),
-        ("gemma2-one-kv-head", 1, 3, {"model.embed_tokens": "replicate"}),
-        ("phi", 2, 2, {"lm_head": "colwise"}),
-        ("phi-norms", 1, 4, {}),
-        ("phi3", 2, 2, {}),
-        ("gemma3", 1, 2, {}),
-        ("neox", 1, 3, {}),
-    ],
-)
 def test_another_architecture_trains_by_its_own_layers(
     run_ranks, tmp_path, name: str, stages: int, tensor_ranks: int, words: dict[str, str]
 ):

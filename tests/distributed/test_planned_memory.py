@@ -34,15 +34,11 @@ LIMITED: dict[str, Any] = {"zero_optimization": {**OFFLOADED, "offload_param": {
 SOME: list[tuple[str, bool, dict[str, Any]]] = [
     ("mb3", False, {}),
     ("dp2,zero2", True, SGD),
-    ("tp2,sp,ckpt1", True, {}),
-    ("pp2,dp2,zero2,1f1b,ckpt1,m6", False, BF16),
+    ("pp2,dp2,zero2,1f1b,ckpt2,m6", False, BF16),
     ("pp2,tp2,sp,interleaved,attention", False, {}),
     ("pp2,tp2,zb-h1,cheap", True, BF16),
-    ("pp2,dp2,zero2,zb-h1,ckpt2", False, {}),
     ("pp2,tp2,sp,zbv,mb1", False, BF16),
     ("pp2,dp2,zero1,zb-looped,ckpt1", False, BF16),
-    ("pp4,1f1b,m6,cheap", False, {}),
-    ("pp2,gpipe,m6", True, BF16),
     ("pp2,dp2,zero1,half,zb-h1", True, BF16),
     ("pp4,half,1f1b,ckpt1", False, {}),
     ("pp2,dp2,zero3,zbv", True, SHARDED),
@@ -52,6 +48,11 @@ SOME: list[tuple[str, bool, dict[str, Any]]] = [
 ]
 # With --full: the values above, in other company.
 OTHERS: list[tuple[str, bool, dict[str, Any]]] = [
+    ("tp2,sp,ckpt1", True, {}),
+    ("pp2,dp2,zero2,1f1b,ckpt1,m6", False, BF16),
+    ("pp2,dp2,zero2,zb-h1,ckpt2", False, {}),
+    ("pp4,1f1b,m6,cheap", False, {}),
+    ("pp2,gpipe,m6", True, BF16),
     ("tp2,ckpt2", False, BF16),
     ("pp2,dp2,zero1,1f1b", True, BF16),
     ("pp2,dp2,zero2,zbv", True, {}),

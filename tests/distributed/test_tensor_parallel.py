@@ -444,7 +444,7 @@ def test_layers_equal_plain_torch(run_ranks, tp: int) -> None:
 
 
 def test_a_compiled_cross_entropy_equals_plain_torch(run_ranks) -> None:
-    run_ranks(3, check_cross_entropy, True)
+    run_ranks(2, check_cross_entropy, True)
 
 
 @pytest.mark.every_second

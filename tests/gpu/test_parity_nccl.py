@@ -39,7 +39,7 @@ def reference_on_gpu(layout: Layout, items: Sequence[Item] | None = None) -> Run
     with torch.device("cuda"):
         clipping = CLIPPING if layout.clipping else 0.0
         reference = Reference(
-            items or toy.model(layout.tied, dropout=layout.dropout),
+            items or toy.model(layout.tied, layout.num_blocks, layout.dropout),
             toy.cross_entropy,
             make_optimizer(layout.optimizer),
             clipping,

@@ -152,8 +152,8 @@ class Doubling(torch.nn.Module):
 def test_a_compilation_counts_as_a_move():
     groups = SimpleNamespace(activity=Activity(), rank=0, model=SimpleNamespace(size=1))
     layer = Doubling()
-    calls = SimpleNamespace(modules=lambda: [("0", layer)], with_modules=lambda: [(0, layer)])
-    model = SimpleNamespace(groups=groups, layer_names=[], calls=calls, modules=layer.modules)
+    calls = SimpleNamespace(modules=lambda: [("0", layer)], policy_of=lambda module: None)
+    model = SimpleNamespace(groups=groups, layer_names=[], calls=calls, named_modules=layer.named_modules)
     model.wrap_loss = lambda wrap: None
     compilation = Compilation(
         cast(Any, model), load({"compile": {"enabled": True, "backend": "eager"}}), GradientSink()

@@ -27,7 +27,7 @@ def num_frozen() -> int:
 def _thawed() -> Iterator[None]:
     gc.unfreeze()
     yield
-    gc.unfreeze()
+    gc.freeze()  # as it was: other tests need visit nothing that was imported
 
 
 def test_what_stands_is_frozen_after_the_first_steps_and_what_comes_later_is_not() -> None:

@@ -169,6 +169,18 @@ def test_the_command_builds_into_the_users_cache(
     assert find_library() == cache / library_name()
 
 
+def test_a_wheel_gets_a_copy_of_what_the_user_has_compiled(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_nvcc(tmp_path, monkeypatch, "echo compiled > $target")
+    cache.mkdir(parents=True, mode=0o755)
+    cached = cache / library_name()
+    cached.write_text("cached")
+    assert kernel_library.build(tmp_path / "wheel").read_text() == "cached"
+    cached.chmod(0o666)
+    assert kernel_library.build(tmp_path / "other").read_text() == "compiled\n", "others may have written it"
+
+
 def test_a_stale_library_is_not_found(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "csrc" / "kernel.cu"
     source.parent.mkdir()

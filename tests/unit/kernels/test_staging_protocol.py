@@ -16,9 +16,12 @@ ONE_WIDE, TWO_WIDE, SCATTER_WIDE = Call("one-shot", 2), Call("two-shot", 2), Cal
 
 
 @pytest.mark.parametrize("first", [ONE, TWO, ONE_WIDE, TWO_WIDE], ids=str)
-def test_two_ranks_in_any_order_of_calls_and_numbers_of_blocks(first: Call) -> None:
-    for others in itertools.product((ONE, TWO, ONE_WIDE, TWO_WIDE), repeat=2):
-        assert explore(Model(2, (first, *others))) > 100
+def test_two_ranks_in_any_order_of_calls_and_numbers_of_blocks(first: Call, full: bool) -> None:
+    """Without --full half of the orders, in which every two calls meet at every two places."""
+    kinds = (ONE, TWO, ONE_WIDE, TWO_WIDE)
+    for sequence in itertools.product([first], kinds, kinds):
+        if full or sum(map(kinds.index, sequence)) % 2 == 0:
+            assert explore(Model(2, sequence)) > 100
 
 
 def test_two_ranks_with_calls_enough_to_use_each_half_twice() -> None:
