@@ -102,10 +102,9 @@ class Bounds:
     """Lower bounds of every layout of a space.
 
     - seconds: of a step whose layers are spread as evenly as their number allows, on the fastest device, with the filling and
-      draining of its pipeline and reductions in every micro-batch; infinite if the model can't be split over this number of
-      tensor-parallel ranks.
-    - passing: of a step in which a micro-batch passes all chunks forward and back. It is the last one or the first one on the
-      slowest chunk, whose forwards or backwards of all others come before or after it.
+      draining of its pipeline and reductions in every micro-batch. No less than that of a micro-batch which passes all chunks
+      forward and back: the last one or the first one on the slowest chunk, whose forwards or backwards of all others come
+      before or after it. Infinite if the model can't be split over this number of tensor-parallel ranks.
     - bytes: of the fullest rank, with state and activations in flight spread evenly, and the allocator's gaps; before `refine`
       as if layers that are recomputed in part were recomputed whole. host: of what it offloads to the host's memory.
     - why_not_sharded: number of tensor-parallel ranks -> the reason why layers can't be split over them.
@@ -118,7 +117,7 @@ class Bounds:
         self._device = replace(fastest, host_seconds=min(device.host_seconds for device in devices))
         self.why_not_sharded: dict[int, str] = {}
         self._refined: set[tuple[Any, ...]] = set()
-        (self.seconds, self.passing), found = self._bound_seconds(space), np.zeros((2, len(space)))
+        self.seconds, found = self._bound_seconds(space), np.zeros((2, len(space)))
         possible = np.isfinite(self.seconds)
         found[:, possible] = self._bound_bytes(space.where(possible))
         self.bytes, self.host = found
@@ -133,7 +132,7 @@ class Bounds:
         self._refined.add(same)
         rows = (space.tensor_ranks == same[0]) & (space.sequence_parallel == same[1]) & (space.policy == same[2])
         some = space.where(rows)
-        self.seconds[rows], self.passing[rows] = self._bound_seconds(some, by_policy=True)
+        self.seconds[rows] = self._bound_seconds(some, by_policy=True)
         self.bytes[rows], _ = self._bound_bytes(some, by_policy=True)
 
     def _bound_seconds(self, space: Space, by_policy: bool = False) -> Floats:
@@ -170,9 +169,9 @@ class Bounds:
         m, (filling, mean, longest, passing, host) = space.micro_batches[possible], found[:, possible]
         computing = m * (mean + self._reducing(space.where(possible)))
         spread = np.maximum(computing + filling, m * longest)
-        steps = np.maximum(predictor.cooled(np.array([spread, passing]), computing), m * host)
-        bounds = np.full((2, len(space)), np.inf)
-        bounds[:, possible] = _SLACK * predictor.least_factor * steps
+        steps = np.maximum(predictor.cooled(np.maximum(spread, passing), computing), m * host)
+        bounds = np.full(len(space), np.inf)
+        bounds[possible] = _SLACK * predictor.least_factor * steps
         return bounds
 
     def _reducing(self, space: Space) -> Floats:
@@ -299,11 +298,11 @@ class BranchAndBound:
     def _find_best(self, order: Integers) -> None:
         """Evaluate layouts, given in the order of their bounds, until no bound is below the best that fits.
 
-        Leave out those that, by their other bound, `passing`, can't be among the best that are listed. A layout that recomputes
-        a part of each layer takes longer than its twin that recomputes less, and comes after it, if that one doesn't fit.
+        A layout that recomputes a part of each layer takes longer than its twin that recomputes less, and comes after it, if
+        that one doesn't fit.
         """
         best = min((c.rank[1] for c in self.fitting), default=np.inf)
-        fitting, limit = {c.layout for c in self.fitting}, self._limit()
+        fitting = {c.layout for c in self.fitting}
         worth, following = np.where(self.space.halves, WORTH_HALVES, 1.0), self.space.recomputing_more(order)
         order = order[~np.isin(order, following)]
         waiting = list(
@@ -313,7 +312,7 @@ class BranchAndBound:
             bound, n, k, is_near = heappop(waiting)
             self.bounds.refine(self.space, k)
             layout, least = self._layout(k), float(self.bounds.seconds[k] / worth[k])
-            if self.bounds.passing[k] / worth[k] > limit or _with_whole_weights(layout) in fitting:
+            if _with_whole_weights(layout) in fitting:
                 continue
             if self._roomy and not self._roomy.isdisjoint(_no_slower(layout)):
                 continue
@@ -325,19 +324,12 @@ class BranchAndBound:
                 candidate = self._evaluate(layout, best)
                 if candidate.fits:
                     fitting.add(layout)
-                    best, limit = min(best, candidate.rank[1]), self._limit()
+                    best = min(best, candidate.rank[1])
                     if fullness_of(candidate.memory) < _ROOMY:
                         self._roomy.add(layout)
                     continue
             if following[k] >= 0:
                 heappush(waiting, (bound, n, int(following[k]), False))
-
-    def _limit(self) -> float:
-        """Return the seconds of a step above which a candidate is neither listed nor improved."""
-        found = self.fitting
-        best, near = listed(found, self._num_best), found[: max(MOST_NEAR, self._num_best)]
-        enough = len(best) == self._num_best and len(near) >= MOST_NEAR
-        return max(best[-1].rank[1], near[-1].rank[1]) if enough else np.inf
 
     def _find_alternatives(self, order: Integers) -> None:
         """Evaluate the most likely layouts with whole weights of other shapes and of little memory, until one of each fits."""
