@@ -231,7 +231,7 @@ class Predictor:
         if exactly:
             buckets = make_buckets(stages, len(placement), policies[0], layout.replicas)
         else:
-            buckets = rough_buckets(stages, len(placement), policies[0], layout.replicas)
+            buckets = rough_buckets(stages, layers, bounds, policies[0], layout.replicas)
         units = layer_units(profile.specs, layers) if exactly and layout.zero == 3 else ()
         sharded = sharded_weights(layout, policies, layers, units, stages, frozen, placement, bounds) if units else None
         return SplitLayout(layout, links, layers, samples, placement, bounds, times, policies, stages, buckets, sharded)
