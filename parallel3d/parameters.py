@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# The dtypes of weights and gradients, by the configuration's words.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # (start, stop) along a dim.
 Range = tuple[int, int]
 

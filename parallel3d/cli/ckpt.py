@@ -28,8 +28,8 @@ from parallel3d.checkpoint.export import export_checkpoint
 from parallel3d.checkpoint.format import MANIFEST, MODEL, Manifest, TrainingState
 from parallel3d.checkpoint.read import Reader
 from parallel3d.errors import CheckpointError
+from parallel3d.parameters import DTYPES
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MOST = 20  # differences that are printed
 _WIDTH = 1000  # so that nothing is cut
 

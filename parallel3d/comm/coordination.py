@@ -120,7 +120,7 @@ class CollectiveDecision:
     def _lead(self, value: Any, decide: Callable[[list[Any]], Sequence[Any]]) -> dict[str, Any]:
         others = {rank: f"{self._number}/{rank}" for rank in range(1, self._size)}
         answers: list[dict[str, Any]]
-        if lost := self._wait_noted(others):
+        if lost := self._wait(others):
             answers = [{"error": self._ended(lost), "lost": lost[0]}] * self._size
         else:
             try:
@@ -138,7 +138,7 @@ class CollectiveDecision:
 
     def _follow(self) -> dict[str, Any]:
         key = f"{self._number}/answer/{self.rank}"
-        if lost := self._wait_noted({0: key}):
+        if lost := self._wait({0: key}):
             raise PeerError(self._ended(lost), lost[0])
         answer: dict[str, Any] = self._get(key)
         self._remove(key)
@@ -175,27 +175,24 @@ class CollectiveDecision:
             self._store.delete_key(f"{key}/{k}")
         self._store.delete_key(key)
 
-    def _wait_noted(self, keys: Mapping[int, str]) -> list[int]:
-        """Wait as `_wait` does, known to watchdogs: they see which rank is elsewhere, and not in this decision."""
-        with self._group.activity.waiting(self._group.waiting(self._purpose)):
-            return self._wait(keys)
-
     def _wait(self, keys: Mapping[int, str]) -> list[int]:
         """Wait until each rank has set its key; return [] or the ranks that have ended without setting it.
 
-        Raises CommunicationError at the deadline.
+        Watchdogs know of it: they see which rank is elsewhere, and not in this decision. Raises CommunicationError at the
+        deadline.
         """
         pauses = _pauses()
-        while not self._store.check(list(keys.values())):
-            # A rank may have ended after it had set its key.
-            if lost := [rank for rank in self._liveness.ended(keys) if not self._store.check([keys[rank]])]:
-                return lost
-            if time.monotonic() > self._deadline:
-                message = self._absent()
-                # The caller removes this rank's value, so that no later decision uses it; that it was here stays recorded.
-                self._store.set(f"{_GIVEN_UP}/{self.rank}", str(self._store.add(_GIVEN_UP, 1)))
-                raise CommunicationError(message)
-            time.sleep(next(pauses))
+        with self._group.activity.waiting(self._group.waiting(self._purpose)):
+            while not self._store.check(list(keys.values())):
+                # A rank may have ended after it had set its key.
+                if lost := [rank for rank in self._liveness.ended(keys) if not self._store.check([keys[rank]])]:
+                    return lost
+                if time.monotonic() > self._deadline:
+                    message = self._absent()
+                    # The caller removes this rank's value, so that no later decision uses it; that it was here stays recorded.
+                    self._store.set(f"{_GIVEN_UP}/{self.rank}", str(self._store.add(_GIVEN_UP, 1)))
+                    raise CommunicationError(message)
+                time.sleep(next(pauses))
         return []
 
     def _ended(self, lost: list[int]) -> str:

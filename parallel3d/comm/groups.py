@@ -13,7 +13,7 @@ from parallel3d.activity import Activity
 from parallel3d.comm.collectives import Group, ImaginedGroup, Work
 from parallel3d.comm.environment import get_world_size, init_distributed
 from parallel3d.comm.membership import prove_membership
-from parallel3d.comm.topology import ProcessTopology
+from parallel3d.comm.topology import ProcessTopology, pipelines_of
 from parallel3d.errors import TopologyError
 
 
@@ -128,8 +128,7 @@ class ProcessGroups:
     def across_stages(self, stages: Iterable[int], max_ctas: int | None = None) -> Group:
         """Return the group of these stages in this rank's pipeline, see `build`. Collective over the world, in one order."""
         stages = sorted(stages)
-        pipelines = self.topology.get_axis_comm_lists("pipe") or [[r] for r in range(self.topology.world_size())]
-        return self.build(([pipeline[s] for s in stages] for pipeline in pipelines), max_ctas)
+        return self.build(([ranks[s] for s in stages] for ranks in pipelines_of(self.topology)), max_ctas)
 
 
 def whole_world() -> Group:

@@ -137,6 +137,11 @@ class PipeModelDataParallelTopology(ProcessTopology):
         super().__init__(axes=["pipe", "data", "model"], dims=[num_pp, num_dp, num_mp])
 
 
+def pipelines_of(topology: ProcessTopology) -> list[list[int]]:
+    """Return the ranks of each pipeline."""
+    return topology.get_axis_comm_lists("pipe") or [[rank] for rank in range(topology.world_size())]
+
+
 @cache  # outside the topology, which would not pickle if it held a class made at run time
 def _coord_class(axes: tuple[str, ...]) -> Any:
     return namedtuple("ProcessCoord", axes)

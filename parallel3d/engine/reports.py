@@ -225,13 +225,8 @@ class Reports:
         frozen = self._model.frozen_infos()
         predicted = predict_state(infos, update.policy, replicas, moments or 0, frozen=frozen)
         if moments is None:
-            predicted = replace(
-                predicted,
-                optimizer=measured.optimizer,
-                host=measured.host,
-                disk=measured.disk,
-                window=measured.window,
-            )
+            unknown = ("optimizer", "host", "disk", "window")
+            predicted = replace(predicted, **{name: getattr(measured, name) for name in unknown})
         if units is not None:
             sizes = {u: s.nbytes for u, s in unit_sizes(infos, frozen, update.policy, replicas).items()}
             gathered = peak_live(self._instructions, sizes)

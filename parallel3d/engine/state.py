@@ -186,11 +186,6 @@ class Checkpoints:
 
     def resume(self, load_dir: Location, load: Callable[[str], Json | None]) -> Json | None:
         """Load the first candidate that can be loaded; see Engine.resume. load: loads a tag, and returns its client_state."""
-        with self._untimed():
-            return self._resume(load_dir, load)
-
-    def _resume(self, load_dir: Location, load: Callable[[str], Json | None]) -> Json | None:
-        self._saver.wait()
         place = str(Path(load_dir).absolute())
 
         def choose(values: list[Json]) -> list[list[tuple[str, str | None]]]:
@@ -198,15 +193,17 @@ class Checkpoints:
             return [[(one.tag, one.error) for one in found]] * len(values)
 
         errors: list[str] = []
-        for tag, error in self._decision.make("resume", {"directory": place}, choose):
-            try:
-                if error is not None:
-                    raise CheckpointError(error)
-                return load(tag)
-            except CheckpointError as raised:
-                errors.append(f"{tag!r}: {raised}")
-                if self._groups.rank == 0:
-                    warnings.warn(f"resume passes over {errors[-1]}", stacklevel=4)
+        with self._untimed():
+            self._saver.wait()
+            for tag, error in self._decision.make("resume", {"directory": place}, choose):
+                try:
+                    if error is not None:
+                        raise CheckpointError(error)
+                    return load(tag)
+                except CheckpointError as raised:
+                    errors.append(f"{tag!r}: {raised}")
+                    if self._groups.rank == 0:
+                        warnings.warn(f"resume passes over {errors[-1]}", stacklevel=3)
         if errors:
             raise CheckpointError(
                 f"no checkpoint in {load_dir} can be loaded: {errors[0]}; to start anew, use another directory"

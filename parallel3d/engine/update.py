@@ -147,9 +147,8 @@ class WeightUpdate:
 
     def _attach_state(self) -> None:
         """Give parameters what DeepSpeed's safe_get and safe_set functions use, and the optimizer its names of the scaler."""
-        vars(self.optimizer)["optimizer"] = (
-            self.optimizer
-        )  # DeepSpeed's optimizer wraps the script's, which has this name
+        # DeepSpeed's optimizer wraps the script's, which has this name.
+        vars(self.optimizer)["optimizer"] = self.optimizer
         if self.scaler is not None:
             told = {"loss_scaler": self.scaler, "loss_scale_config": self.scaler}
             vars(self.optimizer).update(told, dynamic_loss_scale=self.scaler.dynamic_loss_scale)

@@ -12,7 +12,7 @@ from parallel3d.command_line import Parser
 from parallel3d.config.layout import parse_layout
 from parallel3d.errors import ConfigError, nearest
 from parallel3d.launcher.hosts import parse_range_list
-from parallel3d.launcher.options import GRACE_S, LaunchOptions
+from parallel3d.launcher.options import GRACE_S, WorldSize
 
 LAUNCHERS = ("ssh", "pdsh", "openmpi", "mpich", "slurm")
 """What starts several hosts, by DeepSpeed's names. Here ssh does what pdsh does there."""
@@ -38,10 +38,6 @@ _REFUSED = {
 }
 
 
-class WorldSize(int):
-    """Number of processes of all hosts together, as a layout has it."""
-
-
 def main(argv: Sequence[str] | None = None, prog: str = "parallel3d") -> int:
     """Run the command line `argv` (default: this process's own) and return the exit code.
 
@@ -50,25 +46,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "parallel3d") -> int:
     It owns its process: it installs signal handlers, changes the environment, and ends the processes that its workers
     leave. Raises SystemExit for a command line that can't be carried out.
     """
-    options = parse_options(sys.argv[1:] if argv is None else argv, prog)  # --help ends here, before torch is imported
-    from parallel3d.launcher.start import start
-
     try:
-        return start(options)
+        return run(parse_options(sys.argv[1:] if argv is None else argv, prog))
     except ConfigError as error:
         launch_parser(prog).error(str(error))
-
-
-def parse(argv: Sequence[str], num_devices: int) -> LaunchOptions:
-    """Return what `argv` starts on a host with `num_devices` CUDA devices. Raises SystemExit(2) if it is wrong."""
-    from parallel3d.launcher.start import choose_hosts, of_this_host
-
-    options = parse_options(argv)
-    try:
-        [slots] = choose_hosts(options, num_devices).values()
-        return of_this_host(options, slots, num_devices)
-    except ConfigError as error:
-        launch_parser().error(str(error))
 
 
 def parse_options(argv: Sequence[str] | None = None, prog: str = "parallel3d") -> argparse.Namespace:
@@ -91,8 +72,11 @@ def parse_options(argv: Sequence[str] | None = None, prog: str = "parallel3d") -
     return known
 
 
-def refuse(options: argparse.Namespace) -> None:
-    """Raise ConfigError for options of DeepSpeed's that have no meaning here, naming what to use."""
+def run(options: argparse.Namespace) -> int:
+    """Run the command to its end and return the job's exit code. Raises ConfigError if it can't be carried out.
+
+    Of options of DeepSpeed's that have no meaning here, the error says what to use.
+    """
     for name, remedy in _REFUSED.items():
         if getattr(options, name):
             raise ConfigError(f"--{name} is not supported; {remedy}")
@@ -101,6 +85,9 @@ def refuse(options: argparse.Namespace) -> None:
             f"--launcher {options.launcher} is not supported; drop it, so that hosts are started by ssh, or use one of "
             f"{', '.join(LAUNCHERS)} (Intel MPI and MVAPICH take mpich's options)"
         )
+    from parallel3d.launcher.start import start  # which imports torch: --help and wrong options don't wait for it
+
+    return start(options)
 
 
 def launch_parser(prog: str = "parallel3d") -> Parser:

@@ -9,7 +9,6 @@ from functools import partial
 
 from parallel3d.launcher import cli
 from parallel3d.launcher.nodes import ENVIRONMENT_FILES
-from parallel3d.launcher.start import start
 
 DEEPSPEED_ENVIRONMENT_NAME = ENVIRONMENT_FILES[0]
 
@@ -18,7 +17,7 @@ command = partial(cli.main, prog="deepspeed")
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run DeepSpeed's command line (default: this process's own) and return the exit code. Raises ConfigError."""
-    return start(parse_args(args))
+    return cli.run(parse_args(args))
 
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:

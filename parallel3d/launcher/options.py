@@ -9,6 +9,10 @@ GRACE_S = 5
 """Seconds between asking a worker to end and killing it."""
 
 
+class WorldSize(int):
+    """Number of processes of all hosts together, as a layout has it."""
+
+
 @dataclass(frozen=True)
 class Node:
     """One of several hosts of a job.

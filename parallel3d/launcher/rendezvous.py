@@ -13,12 +13,7 @@ from functools import partial
 from threading import Thread
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
-from torch.distributed.elastic.rendezvous import (
-    RendezvousConnectionError,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-    dynamic_rendezvous,
-)
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
@@ -37,9 +32,6 @@ _BEGIN_S = 15.0  # until a host that has come to a start, and says nothing more,
 _ANSWER = timedelta(seconds=5)
 _LOOK_S, _LOST_S = 1.0, 10.0  # between two signs of life, and until a host without is lost
 _LEAVE_S, _REST_S = 5.0, 2.0
-
-# For each event, which goes nowhere, torch walks the stack and all modules: a processor's second for each start.
-dynamic_rendezvous.get_method_name = str
 
 RUNS, DONE, FAILED, LEFT = "runs", "done", "failed", "left"
 """States of a host in the store: its ranks run, have ended well or have failed for good; it has read that all are done."""

@@ -14,16 +14,14 @@ import torch
 
 from parallel3d.errors import ConfigError
 from parallel3d.launcher.agent import launch
-from parallel3d.launcher.cli import WorldSize, refuse
 from parallel3d.launcher.hosts import parse_hostfile, parse_named, parse_resource_filter, read_ranks
 from parallel3d.launcher.nodes import LOCAL, PORT, address_of, is_local, launch_nodes
-from parallel3d.launcher.options import LaunchOptions, Node
+from parallel3d.launcher.options import LaunchOptions, Node, WorldSize
 from parallel3d.logs import logger
 
 
 def start(options: argparse.Namespace) -> int:
     """Run the command to its end and return the job's exit code. Raises ConfigError if it can't be carried out."""
-    refuse(options)
     logger.setLevel("ERROR" if options.quiet else options.log_level.upper())
     devices = torch.cuda.device_count()
     hosts = choose_hosts(options, devices)
@@ -110,9 +108,8 @@ def of_this_host(
         raise ConfigError(f"there is no script {options.user_script!r} in {os.getcwd()}")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
     on_gpus = devices > 0 and options.num_procs is None
-    lacks_all = (
-        options.num_gpus and not devices and options.prog == "parallel3d"
-    )  # DeepSpeed's then starts CPU processes
+    # DeepSpeed's command then starts CPU processes.
+    lacks_all = options.num_gpus and not devices and options.prog == "parallel3d"
     if lacks_all or (on_gpus and max(slots) >= devices):
         asked = f"--num_gpus {options.num_gpus}" if options.num_gpus else f"slots are {slots}"
         raise ConfigError(

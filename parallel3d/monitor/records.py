@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from statistics import median
 
-from parallel3d.comm.topology import ProcessTopology
+from parallel3d.comm.topology import ProcessTopology, pipelines_of
 from parallel3d.monitor.memory import format_table
 from parallel3d.schedule.instructions import COMPUTE_OPS, RECV_OPS, SEND_OPS, Instruction, Op, depends_on
 from parallel3d.schedule.lowering import SENDS
@@ -32,11 +32,6 @@ class StepRecord:
     waits: tuple[Span, ...] = ()
     reductions: tuple[Span, ...] = ()
     gathers: tuple[Span, ...] = ()
-
-
-def pipelines_of(topology: ProcessTopology) -> list[list[int]]:
-    """Return the ranks of each pipeline."""
-    return topology.get_axis_comm_lists("pipe") or [[rank] for rank in range(topology.world_size())]
 
 
 # Parts of a step

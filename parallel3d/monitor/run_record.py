@@ -14,12 +14,12 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from parallel3d.atomic_write import write_whole
-from parallel3d.comm.topology import ProcessTopology
+from parallel3d.comm.topology import ProcessTopology, pipelines_of
 from parallel3d.config import without_removed
 from parallel3d.config.files import explain
 from parallel3d.config.layout import Layout
 from parallel3d.errors import ConfigError
-from parallel3d.monitor.records import PARTS, StepRecord, break_down, instruction_times, mean_of, pipelines_of
+from parallel3d.monitor.records import PARTS, StepRecord, break_down, instruction_times, mean_of
 from parallel3d.schedule.instructions import Instruction, Op
 from parallel3d.schedule.timing import Span, Timeline
 

@@ -20,12 +20,13 @@ from parallel3d.comm.clock import Clock, clock_of
 from parallel3d.comm.collectives import Awaited, Group, Work, all_gather_integers, all_gather_object
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.log import LOG
+from parallel3d.comm.topology import pipelines_of
 from parallel3d.config import Config
 from parallel3d.errors import ConfigError
 from parallel3d.logs import logger
 from parallel3d.monitor.memory import memory_in_use, peak_memory, phase_table
 from parallel3d.monitor.progress import ProgressBar
-from parallel3d.monitor.records import Breakdown, StepRecord, break_down, breakdown_table, mean_of, pipelines_of
+from parallel3d.monitor.records import Breakdown, StepRecord, break_down, breakdown_table, mean_of
 from parallel3d.schedule.instructions import Instruction, Op, Program
 from parallel3d.schedule.timing import Span
 

@@ -12,8 +12,7 @@ from torch.utils._pytree import tree_map
 
 from parallel3d.config import Config, Fp16Config
 from parallel3d.errors import PrecisionError
-
-_NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from parallel3d.parameters import DTYPES
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ def make_precision(config: Config) -> Precision:
     weights with fp32 masters; O3 has fp16 weights and no loss scale.
     """
     weights = torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else None
-    autocast = _NAMES[config.torch_autocast.dtype] if config.torch_autocast.enabled else None
+    autocast = DTYPES[config.torch_autocast.dtype] if config.torch_autocast.enabled else None
     scaling = config.fp16 if config.fp16.enabled else None
     if autocast is torch.float16 and weights is None:
         scaling = config.fp16  # its other keys, or their defaults

@@ -26,12 +26,14 @@ class LayerUnits:
 
     Outside of a program, as for engine(inputs), a layer's weights are gathered when it runs, and those of other layers are
     released.
+
+    uses: what each of this rank's chunks uses.
     """
 
     def __init__(self, module: PipelineModule, units: Units):
         self._module, self._units = module, units
         self._of_layer = {layer: units.of(m.parameters()) for layer, m in module.calls.with_modules()}
-        self._uses = {chunk: self._uses_of(chunk) for chunk in module.own_chunks}
+        self.uses = {chunk: self._uses_of(chunk) for chunk in module.own_chunks}
         self._memory: RunMemory | None = None
         self._stop()
 
@@ -39,10 +41,6 @@ class LayerUnits:
         self._layers: Sequence[int] | None = None
         self._items: deque[tuple[int, Instruction]] = deque()
         self._position = self._first = 0
-
-    def uses(self) -> dict[int, ChunkUses]:
-        """Return what each of this rank's chunks uses."""
-        return self._uses
 
     def _uses_of(self, chunk: int) -> ChunkUses:
         def of(layers: Sequence[int]) -> tuple[Use, ...]:

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from parallel3d.config import AioConfig, Config, OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
-from parallel3d.parameters import ParameterInfo
+from parallel3d.parameters import DTYPES, ParameterInfo
 from parallel3d.schedule.lifetimes import NEVER, LiveLimits, live_choices
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # With "auto", unsharded gradients of an accumulation, or weights that are gathered, may take this share of the device's memory.
 _SHARE = 0.1
 # Most elements of a buffer of the window: 64 MiB in fp32, long enough for the full rate of a link.
@@ -129,15 +128,15 @@ def make_policy(
     zero = config.zero_optimization
     accumulators = config.data_types.grad_accum_dtype
     communication = config.communication_data_type
-    size = sum(i.parameter.numel() for i in parameters) * (_DTYPES[accumulators].itemsize if accumulators else 4)
+    size = sum(i.parameter.numel() for i in parameters) * (DTYPES[accumulators].itemsize if accumulators else 4)
     too_large = size > _SHARE * _memory(device)
     per_micro_batch = too_large if zero.reduce_per_micro_batch == "auto" else zero.reduce_per_micro_batch
     return ZeroPolicy(
         stage=zero.stage,
         bucket_size=min(zero.reduce_bucket_size, zero.allgather_bucket_size),
         weight_dtype=weight_dtype,
-        gradient_dtype=_DTYPES[accumulators] if accumulators else None,
-        communication_dtype=_DTYPES[communication] if communication else None,
+        gradient_dtype=DTYPES[accumulators] if accumulators else None,
+        communication_dtype=DTYPES[communication] if communication else None,
         reduce_per_micro_batch=zero.stage >= 2 and per_micro_batch,
         largest_whole=zero.stage3_param_persistence_threshold,
         offload=_offload(zero, config.aio),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,8 @@ from parallel3d.comm.collectives import all_gather_into
 from parallel3d.errors import ConfigError
 from parallel3d.zero.buckets import Bucket, ParameterShard
 from parallel3d.zero.weights import nothing
+
+MASTER, GRADIENT = "the master", "the gradient"  # names that no optimizer has for a state
 
 
 class WholeState:
@@ -39,126 +41,85 @@ class WholeState:
         """Leave the state out of a copy or pickle of the parameter."""
         return nothing, ()
 
-    def master(self) -> Tensor:
-        """Return the fp32 (or wider) master, in the parameter's shape."""
-        found = self._whole(lambda shard: shard.master.detach())
-        assert found is not None
-        return found
+    @torch.no_grad()
+    def read(self, what: str, local: bool = False) -> Tensor | None:
+        """Return a copy in the parameter's shape, or, flat, of this rank's part; None if there is none.
 
-    def set_master(self, value: Tensor) -> None:
-        """Write the master; the weights follow. value: in the parameter's shape, the same on all ranks."""
-        for shard in self._shards():
-            shard.master.detach().copy_(self._part(value, shard))
-        self._publish()
+        what: MASTER (in fp32 or wider), GRADIENT (of the mean loss, summed over the replicas, before clipping), or the name of
+        a state of the optimizer with an element for each of the parameter.
+        """
+        if what == GRADIENT:
+            self._reduce()
+        found = self._local(what) if local else self._whole(what)
+        return found / self._factor() if found is not None and what == GRADIENT else found
 
-    def local_master(self) -> Tensor:
-        """Return a copy of this rank's part of the master."""
-        found = self._local(lambda shard: shard.master.detach())
-        assert found is not None
-        return found
+    @torch.no_grad()
+    def write(self, what: str, value: Tensor, local: bool = False) -> None:
+        """Write what `read` returns; after the master, the weights follow.
 
-    def set_local_master(self, value: Tensor) -> None:
-        """Write this rank's part of the master; the weights follow."""
-        self._write_local(value, lambda shard: shard.master.detach())
-        self._publish()
+        value: in the parameter's shape, the same on all ranks, or this rank's part. Raises ConfigError for another size, and
+        for state that the optimizer does not keep.
+        """
+        if what == GRADIENT:
+            self._reduce()
+            value = value * self._factor()
+        shards = list(self._shards())
+        parts = self._split(value, shards) if local else [self._part(value, shard) for shard in shards]
+        for shard, part in zip(shards, parts, strict=True):
+            self._written(shard, what).copy_(part.view(shard.master.shape))
+        if what == MASTER:
+            self._bucket.write_back()
+            if self._bucket.partition.size > 1:
+                self._bucket.gather().wait()
 
-    def _publish(self) -> None:
-        self._bucket.write_back()
-        if self._bucket.partition.size > 1:
-            self._bucket.gather().wait()
+    def _of(self, shard: ParameterShard, what: str) -> Tensor | None:
+        if what in (MASTER, GRADIENT):
+            return shard.master.detach() if what == MASTER else shard.gradient
+        value = self._optimizer.state.get(shard.master, {}).get(what)
+        return value if isinstance(value, Tensor) and value.shape == shard.master.shape else None
 
-    def gradient(self) -> Tensor:
-        """Return the gradient of the mean loss, summed over the replicas, before clipping."""
-        self._reduce()
-        found = self._whole(lambda shard: shard.gradient)
-        assert found is not None
-        return found / self._factor()
-
-    def set_gradient(self, value: Tensor) -> None:
-        """Write the gradient, as `gradient` returns it."""
-        self._reduce()
-        for shard in self._shards():
-            shard.gradient.copy_(self._part(value, shard) * self._factor())
-
-    def local_gradient(self) -> Tensor:
-        """Return this rank's part of the gradient, as `gradient` returns it."""
-        self._reduce()
-        found = self._local(lambda shard: shard.gradient)
-        assert found is not None
-        return found / self._factor()
-
-    def set_local_gradient(self, value: Tensor) -> None:
-        """Write this rank's part of the gradient."""
-        self._reduce()
-        self._write_local(value * self._factor(), lambda shard: shard.gradient)
-
-    def optimizer_state(self, key: str) -> Tensor | None:
-        """Return a state of the optimizer with an element for each of the parameter; None if it keeps none, or not yet."""
-        return self._whole(lambda shard: self._elementwise(shard, key))
-
-    def set_optimizer_state(self, key: str, value: Tensor) -> None:
-        """Write such a state."""
-        for shard in self._shards():
-            self._written(shard, key).copy_(self._part(value, shard))
-
-    def local_optimizer_state(self, key: str) -> Tensor | None:
-        """Return a copy of this rank's part of such a state."""
-        return self._local(lambda shard: self._elementwise(shard, key))
-
-    def set_local_optimizer_state(self, key: str, value: Tensor) -> None:
-        """Write this rank's part of such a state."""
-        self._write_local(value, lambda shard: self._written(shard, key))
-
-    def _written(self, shard: ParameterShard, key: str) -> Tensor:
-        state = self._elementwise(shard, key)
+    def _written(self, shard: ParameterShard, what: str) -> Tensor:
+        state = self._of(shard, what)
         if state is None:
             raise ConfigError(
-                f"{type(self._optimizer).__name__} keeps no state {key!r} for each element of {shard.info.name}, or not "
+                f"{type(self._optimizer).__name__} keeps no state {what!r} for each element of {shard.info.name}, or not "
                 f"before its first step; it has {sorted(self._optimizer.state.get(shard.master, ()))}"
             )
         return state
 
-    def _local(self, of: Callable[[ParameterShard], Tensor | None]) -> Tensor | None:
+    def _local(self, what: str) -> Tensor | None:
         """Return copies of a tensor of each of this rank's shards, joined; None if a shard has none."""
-        found = [of(shard) for shard in self._shards()]
+        found = [self._of(shard, what) for shard in self._shards()]
         mine = torch.empty(0, dtype=self._bucket.master_dtype, device=self._bucket.device)
         values = [value.reshape(-1).to(mine) for value in found if value is not None]  # offloaded state is on the host
         return torch.cat([mine, *values]) if len(values) == len(found) else None
 
-    @torch.no_grad()
-    def _write_local(self, value: Tensor, of: Callable[[ParameterShard], Tensor]) -> None:
-        shards = list(self._shards())
+    def _split(self, value: Tensor, shards: Sequence[ParameterShard]) -> Sequence[Tensor]:
         sizes = [shard.master.numel() for shard in shards]
         if value.numel() != sum(sizes):
             name = self._bucket.infos[self._index].name
             raise ConfigError(f"this rank has {sum(sizes)} elements of {name}, but the value has {value.numel()}")
-        for shard, part in zip(shards, value.reshape(-1).split(sizes), strict=True):
-            of(shard).copy_(part.view(shard.master.shape))
+        return value.reshape(-1).split(sizes)
 
     def _shards(self) -> Iterator[ParameterShard]:
         self._settle()
         info = self._bucket.infos[self._index]
         return (shard for shard in self._bucket.pieces if shard.info is info)
 
-    def _elementwise(self, shard: ParameterShard, key: str) -> Tensor | None:
-        value = self._optimizer.state.get(shard.master, {}).get(key)
-        return value if isinstance(value, Tensor) and value.shape == shard.master.shape else None
-
     def _part(self, value: Tensor, shard: ParameterShard) -> Tensor:
         wanted = shard.info.parameter.shape
         if value.shape != wanted:
             raise ConfigError(f"{shard.info.name} has shape {list(wanted)}, but the value has {list(value.shape)}")
-        return value.reshape(-1)[shard.start : shard.start + shard.master.numel()].view(shard.master.shape)
+        return value.reshape(-1)[shard.start : shard.start + shard.master.numel()]
 
-    @torch.no_grad()
-    def _whole(self, of: Callable[[ParameterShard], Tensor | None]) -> Tensor | None:
+    def _whole(self, what: str) -> Tensor | None:
         """Gather a tensor of each shard of the parameter; None if a shard has none."""
         bucket = self._bucket
         size, place = bucket.numel // bucket.partition.size, bucket.shard.start
         # The last element says whether this rank has all that it should.
         mine = torch.zeros(size + 1, dtype=bucket.master_dtype, device=bucket.device)
         for shard in self._shards():
-            values = of(shard)
+            values = self._of(shard, what)
             if values is None:
                 mine[-1] = 1
             else:

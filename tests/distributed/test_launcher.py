@@ -15,11 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from warm import WarmProcess
 
 from parallel3d.launcher import cli, worker
+from parallel3d.launcher import start as start_module
 from parallel3d.launcher.agent import rank_failures, summary
+from parallel3d.launcher.options import LaunchOptions
 
 REPO = Path(__file__).parents[2]
 TIMEOUT_S = 60
@@ -161,8 +164,9 @@ def test_a_wrong_command_line_is_explained(
 ) -> None:
     (tmp_path / "s.py").touch()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(SystemExit, match="2"):
-        cli.parse(argv, num_devices=2)
+        cli.main(argv)
     assert message in capsys.readouterr().err
 
 
@@ -177,9 +181,15 @@ def test_a_wrong_command_line_is_explained(
         (["--num_gpus", "pp2,sp,tp2"], 4, 4, True),
     ],
 )
-def test_number_of_processes(argv: list[str], num_devices: int, num_workers: int, uses_gpus: bool) -> None:
-    options = cli.parse([*argv, __file__], num_devices)
-    assert (options.num_workers, options.uses_gpus) == (num_workers, uses_gpus)
+def test_number_of_processes(
+    argv: list[str], num_devices: int, num_workers: int, uses_gpus: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[LaunchOptions] = []
+    monkeypatch.setattr(start_module, "launch", launched.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_devices))))
+    cli.main([*argv, __file__])
+    assert [(options.num_workers, options.uses_gpus) for options in launched] == [(num_workers, uses_gpus)]
 
 
 def test_a_taken_port_is_an_error(tmp_path: Path) -> None:

@@ -163,10 +163,10 @@ def test_dump_state_tells_what_is_in_force_on_rank_0(run_ranks):
     layer = 32 * 2 * 2  # 4 x 4 weights and 4 biases, padded to 2 shards of 32
     wanted = [
         "gradient_accumulation_steps: 6",
-        "schedule: 'zb-h1'",
+        "schedule: zb-h1",
         "seed: 1234",
         "train_batch_size: 24",
-        "topology: pipe 2 x data 2 = 4 ranks",
+        "topology\n  pipe 2 x data 2 = 4 ranks",
         f"chunk 1: 1 buckets, {layer // 2} elements",
         "each updated in 2 parts",
         "6 FORWARD",

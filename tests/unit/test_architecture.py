@@ -145,9 +145,14 @@ PROCESS_WIDE = {(Path("deepspeed/checkpointing.py"), "_process")}
 
 
 def _changed_globals(tree: ast.Module) -> set[str]:
-    """Names bound by a module that its functions rebind, or whose attributes or items they assign or delete."""
-    bound = {node.id for statement in tree.body for node in _targets(statement) if isinstance(node, ast.Name)}
-    changed = set()
+    """Names bound by a module that its functions rebind, or whose attributes or items they assign or delete.
+
+    Attributes of other modules that it assigns itself count too.
+    """
+    targets = [target for statement in tree.body for target in _targets(statement)]
+    bound = {node.id for node in targets if isinstance(node, ast.Name)}
+    attributes = (node for node in targets if isinstance(node, ast.Attribute))
+    changed = {ast.unparse(node) for node in attributes if ast.unparse(node).partition(".")[0] not in bound}
     for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
         inside = list(ast.walk(function))
         local = {node.arg for node in inside if isinstance(node, ast.arg)}
@@ -172,7 +177,8 @@ def _targets(statement: ast.stmt) -> list[ast.expr]:
 def test_changed_globals_are_found():
     names = "state = State()\nitems = {}\nnested: State = State()\nread = State()\nnumber = 0\nhidden = State()\n"
     body = "global number\n    state.x = 1\n    items[read.x] = 1\n    del nested.a.b\n    hidden = State()\n    hidden.x = 1"
-    assert _changed_globals(ast.parse(f"{names}def f():\n    {body}")) == {"state", "items", "nested", "number"}
+    found = {"state", "items", "nested", "number", "package.x"}
+    assert _changed_globals(ast.parse(f"{names}package.x = str\ndef f():\n    {body}")) == found
 
 
 def test_the_package_has_no_mocks_and_no_globals_that_change():

@@ -11,7 +11,7 @@ import pytest
 from parallel3d.cli import ckpt
 from parallel3d.cli.arguments import make_parser
 from parallel3d.config import load
-from parallel3d.launcher.cli import parse
+from parallel3d.launcher.cli import parse_options
 from parallel3d.parity.settings import TOLERANCES
 
 COMMANDS = [
@@ -58,8 +58,8 @@ def test_options_may_be_written_with_either_line():
     options = make_parser().parse_args(["plan", "--global_batch", "8", "--global-batch=16"])
     assert options.global_batch == 16
     assert make_parser().parse_args(["doctor", "--tensor_parallel", "2"]).tensor_parallel == 2
-    launch = parse(["--num-procs", "2", "--max-restarts=1", __file__, "--its_own", "--its-own"], 0)
-    assert (launch.num_workers, launch.max_restarts) == (2, 1)
+    launch = parse_options(["--num-procs", "2", "--max-restarts=1", __file__, "--its_own", "--its-own"])
+    assert (launch.num_procs, launch.max_restarts) == (2, 1)
     assert launch.command[1:] == ["--its_own", "--its-own"]
 
 
@@ -73,7 +73,7 @@ def test_all_dtypes_may_be_chosen():
 @pytest.mark.parametrize("option", ["--nnodes", "--nproc-per-node=1", "--rdzv_backend"])
 def test_the_launcher_knows_options_of_torchrun(option: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
-        parse([option, "2", __file__], 0)
+        parse_options([option, "2", __file__])
     said = capsys.readouterr().err
     assert (
         f"unknown option {option}. That one is torchrun's; use torchrun, or parallel3d with --hostfile, --num_nodes"

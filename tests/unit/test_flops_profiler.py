@@ -11,6 +11,7 @@ from torch import nn
 
 import parallel3d
 from parallel3d.deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
+from parallel3d.pipe import PipelineModule
 
 ROWS, IN, MID, OUT = 32, 8, 16, 4
 FIRST, SECOND = 2 * ROWS * IN * MID, 2 * ROWS * MID * OUT
@@ -59,6 +60,27 @@ def test_a_profiler_counts_backwards_too():
     assert profiler.get_total_duration() > 0
     profiler.end_profile()
     assert profiler.get_total_flops() == 0
+
+
+def test_a_pipelines_layers_have_their_share_of_its_forwards(tmp_path: Path):
+    """The engine calls the layers, not their module, and in the backward recomputes what the last one needs."""
+    layers = [nn.Linear(IN, MID), nn.ReLU(), nn.Sequential(nn.Linear(MID, OUT))]
+    net = PipelineModule(layers, num_stages=1, loss_fn=nn.functional.mse_loss, activation_checkpoint_interval=3)
+    file = tmp_path / "profile.txt"
+    config = {
+        "train_batch_size": 2 * ROWS,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "flops_profiler": {"enabled": True, "profile_step": 0, "output_file": str(file)},
+    }
+    engine = parallel3d.initialize(model=net, config=config)[0]
+    engine.train_batch(iter([(torch.ones(ROWS, IN), torch.ones(ROWS, OUT))] * 2))
+    rows = file.read_text().partition("module ")[2].splitlines()[1:]
+    macs = {row.split()[0].removeprefix("PipelineModule"): row.split()[3:6] for row in rows}
+    first, second = 2 * (2 * ROWS * IN * MID), 2 * (ROWS * MID * OUT)  # of 2 micro-batches
+    for name, number in {"": first + second, ".layers.0": first, ".layers.2": second, ".layers.2.0": second}.items():
+        assert macs[name] == [f"{number / 1e3:.2f}", "KMACs", f"{number / (first + second):.1%}"]
+    assert len(macs) == 5
 
 
 @pytest.mark.parametrize("calls", [True, False], ids=["by calls", "train_batch"])

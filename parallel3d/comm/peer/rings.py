@@ -27,9 +27,8 @@ from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.peer.streams import CudaStream, CudaStreams, check_copies
 from parallel3d.comm.peer.symmetric import Mapped, check_axis, check_hosts, map_memory
 
-_HEADER_BYTES = (
-    4096  # of counts: an int32 for each slot that is filled here, then one for each that is emptied elsewhere
-)
+# Bytes of counts: an int32 for each slot that is filled here, then one for each that is emptied elsewhere.
+_HEADER_BYTES = 4096
 
 
 @dataclass(frozen=True)

@@ -47,23 +47,27 @@ class FlopsProfiler:
         self._model = model
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._peak = None if ds_engine is None else ds_engine.config.monitor.peak_flops
+        self._root = type(model).__name__
+        self._modules = {
+            f"{self._root}.{path}" if path else self._root: module for path, module in model.named_modules()
+        }
         self._hooks: list[RemovableHandle] = []
         self.reset_profile()
 
     def reset_profile(self) -> None:
         """Forget what was counted."""
-        self._forwards: dict[str, tuple[int, float]] = {}
+        self._forwards: dict[str, tuple[int, float]] = {}  # FLOPs and seconds
+        self._running: list[tuple[int, float]] = []  # the counts at which the forwards that run now began
         self._counter = FlopCounterMode(display=False)
         self._ignored: set[type[nn.Module]] = set()
         self._duration = 0.0
 
     def start_profile(self, ignore_list: Collection[type[nn.Module]] | None = None) -> None:
-        """Begin to count; not what modules of the classes in ignore_list do."""
+        """Begin to count; not what forwards of modules of the classes in ignore_list do."""
         self.reset_profile()
         self._ignored = set(ignore_list or ())
-        root = type(self._model).__name__
-        for path, module in self._model.named_modules():
-            self._watch(f"{root}.{path}" if path else root, module)
+        for name, module in self._modules.items():
+            self._watch(name, module)
         self._duration = -_now()
         self._counter.__enter__()
 
@@ -76,34 +80,31 @@ class FlopsProfiler:
         self._hooks.clear()
 
     def _watch(self, name: str, module: nn.Module) -> None:
-        """Add the FLOPs and seconds of each forward of a module, those of its recomputation included, to `_forwards`."""
-        begun: list[tuple[int, float]] = []
+        """Add the FLOPs and seconds of each forward of a module, those of its recomputation included, to `_forwards`.
+
+        An outermost forward is the model's too: a pipeline calls its layers, not the model.
+        """
 
         def begin(module: nn.Module, args: Any) -> None:
-            begun.append((self._counter.get_total_flops(), _now()))
+            self._running.append((self._counter.get_total_flops(), _now()))
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
-            flops, seconds = begun.pop()
-            others = self._forwards.get(name, (0, 0.0))
-            self._forwards[name] = others[0] + self._counter.get_total_flops() - flops, others[1] + _now() - seconds
+            flops, seconds = self._running.pop()
+            flops, seconds = self._counter.get_total_flops() - flops, _now() - seconds
+            for module_name in {name} if self._running else {name, self._root}:
+                others = self._forwards.get(module_name, (0, 0.0))
+                self._forwards[module_name] = others[0] + flops, others[1] + seconds
 
-        self._hooks += [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
+        # Also for a recomputation, which is stopped by an exception once it has what it needs.
+        self._hooks += [module.register_forward_pre_hook(begin), module.register_forward_hook(end, always_call=True)]
 
     end_profile = reset_profile
 
-    def _by_module(self) -> dict[str, int]:
-        """Return the FLOPs of each module by its name, "Model.layer.0"; of all under ""."""
-        counts = {name: sum(own.values()) for name, own in self._counter.get_flop_counts().items()}
-        found = {name: number for name, number in counts.items() if name != "Global"}
-        return {"": counts.get("Global", 0), **found}
-
     def get_total_flops(self, as_string: bool = False) -> int | str:
         """Return the number of floating-point operations."""
-        counts, root = self._by_module(), type(self._model).__name__
-        own = {f"{root}.{path}": module for path, module in self._model.named_modules() if path}
-        ignored = [name for name in counts if type(own.get(name)) in self._ignored]
+        ignored = [name for name in self._forwards if type(self._modules[name]) in self._ignored and name != self._root]
         outermost = [name for name in ignored if not any(name.startswith(f"{other}.") for other in ignored)]
-        total = counts[""] - sum(counts[name] for name in outermost)
+        total = self._counter.get_total_flops() - sum(self._forwards[name][0] for name in outermost)
         return flops_to_string(total) if as_string else total
 
     def get_total_macs(self, as_string: bool = False) -> int | str:
@@ -129,17 +130,15 @@ class FlopsProfiler:
         detailed: bool = True,
         output_file: str | Path | None = None,
     ) -> None:
-        """Print the totals, the modules with most FLOPs of each depth, and if `detailed` a table of all modules.
+        """Print the totals, the modules with most FLOPs in forwards of each depth, and if `detailed` a table of all modules.
 
-        The table has each module's parameters, MACs, and seconds in forwards, with their shares of the model's, then the FLOP/s
-        of its forwards and, where the device's peak is known, their share of it (MFU).
+        The table has each module's parameters, and MACs and seconds in forwards, with their shares of the model's, then the
+        FLOP/s of its forwards and, where the device's peak is known, their share of it (MFU).
 
         - module_depth: the deepest modules to print; -1 for all. top_modules: how many of each depth.
         - output_file: written instead.
         """
-        by_module = {name: number for name, number in self._by_module().items() if name}
-        depths = {name: name.count(".") for name in by_module}
-        deepest = max(depths.values(), default=0) if module_depth < 0 else module_depth
+        names = [name for name in sorted(self._forwards) if module_depth < 0 or name.count(".") <= module_depth]
         flops, seconds = self.get_total_flops(), self._duration
         assert isinstance(flops, int)
         lines = [
@@ -147,32 +146,29 @@ class FlopsProfiler:
             f"parameters {self.get_total_params(True)}, FLOPs {flops_to_string(flops)}, MACs {self.get_total_macs(True)}, "
             f"time {duration_to_string(seconds)}, {flops_to_string(flops / seconds if seconds else 0)} per second",
         ]
-        for depth in range(deepest + 1):
-            own = sorted((n for n in by_module if depths[n] == depth), key=lambda n: -by_module[n])[:top_modules]
-            lines.append(f"depth {depth}: " + ", ".join(f"{n} {flops_to_string(by_module[n])}" for n in own))
+        for depth in sorted({name.count(".") for name in names}):
+            counts = {name: self._forwards[name][0] for name in names if name.count(".") == depth}
+            most = sorted(counts, key=lambda name: -counts[name])[:top_modules]
+            lines.append(f"depth {depth}: " + ", ".join(f"{name} {flops_to_string(counts[name])}" for name in most))
         if detailed:
-            lines.append(
-                self._table([name for name in sorted(self._forwards) if name.count(".") <= deepest], by_module)
-            )
+            lines.append(self._table(names))
         text = "\n".join(lines) + "\n"
         if output_file:
             Path(output_file).write_text(text, encoding="utf-8")
         else:
             sys.stdout.write(text)
 
-    def _table(self, names: Sequence[str], flops: Mapping[str, int]) -> str:
+    def _table(self, names: Sequence[str]) -> str:
         """Format a row for each module that ran."""
-        root = type(self._model).__name__
-        modules = {f"{root}.{path}" if path else root: module for path, module in self._model.named_modules()}
-        sizes = {name: sum(parameter.numel() for parameter in modules[name].parameters()) for name in names}
-        whole = sizes.get(root, 0) or 1, flops.get(root, 0) or 1, self._forwards.get(root, (0, 0.0))[1] or 1.0
+        sizes = {name: sum(parameter.numel() for parameter in self._modules[name].parameters()) for name in names}
+        whole = [number or 1 for number in (sizes.get(self._root, 0), *self._forwards.get(self._root, ()))]
         peak = self._peak or peak_of(self._device)
         rows: dict[str, Sequence[str]] = {"module": ("params", "", "MACs", "", "forward", "", "FLOPS", "MFU")}
         for name in names:
-            (counted, seconds), own = self._forwards[name], flops.get(name, 0)
-            rate = counted / seconds if seconds else 0.0
-            shares = [f"{number / full:.1%}" for number, full in zip((sizes[name], own, seconds), whole, strict=True)]
-            shown = params_to_string(sizes[name]), macs_to_string(own // 2), duration_to_string(seconds)
+            flops, seconds = self._forwards[name]
+            rate = flops / seconds if seconds else 0.0
+            shares = [f"{number / full:.1%}" for number, full in zip((sizes[name], flops, seconds), whole, strict=True)]
+            shown = params_to_string(sizes[name]), macs_to_string(flops // 2), duration_to_string(seconds)
             mfu = "-" if peak is None else f"{rate / peak:.1%}"
             cells = [cell for pair in zip(shown, shares, strict=True) for cell in pair]
             rows["  " * name.count(".") + name] = (*cells, flops_to_string(rate), mfu)

@@ -113,7 +113,9 @@ class Space:
 
     def by_schedule(self, values: Mapping[str, Any], other: Integers | float) -> Floats:
         """Return the value of each layout's schedule by its name, `other` for those without one."""
-        found: Floats = np.select([(name == _SCHEDULE)[self.variant] for name in values], list(values.values()), other)
+        found: Floats = np.select(
+            [np.equal(_SCHEDULE, name)[self.variant] for name in values], list(values.values()), other
+        )
         return found
 
     @property
