@@ -31,7 +31,7 @@ MOST_NEAR = 6  # candidates that are improved
 _OF_A_SHAPE = 3  # candidates of one shape that are listed
 _ALTERNATIVES = 5  # shapes whose most likely layouts are evaluated, so that there is something to compare with
 _LEANER = (0.2, 0.4, 0.6)  # shares of the memory whose most likely layouts are evaluated
-_FURTHER = 1.05  # times the best step, up to which layouts are searched if there are too few to list
+_FURTHER = 20  # layouts that are looked at after the best one is found, for each that is to be listed
 _TRIES = 8  # evaluated layouts of an alternative of which none fits
 _QUICK = 512  # stages x stages x chunks of an alternative: its program is made soon
 # The work of a micro-batch is proportional to its samples but for a constant part, which is at most this share of the bounds.
@@ -320,8 +320,10 @@ class BranchAndBound:
         waiting = list(
             zip(self._seconds[order].tolist(), count(), order.tolist(), repeat(False))
         )  # in order, and so a heap
-        while waiting and waiting[0][0] < best * (_FURTHER if len(fitting) < self._num_best else 1.0):
+        further = _FURTHER * self._num_best
+        while waiting and (waiting[0][0] < best or (len(fitting) < self._num_best and further > 0)):
             bound, n, k, is_near = heappop(waiting)
+            further -= bound >= best
             self.bounds.refine(self.space, k)
             layout, least = self._layout(k), float(self.bounds.seconds[k] / worth[k])
             if _with_whole_weights(layout) in fitting:
