@@ -118,7 +118,7 @@ class Bounds:
         self._device = replace(fastest, host_seconds=min(device.host_seconds for device in devices))
         self.why_not_sharded: dict[int, str] = {}
         self._refined: set[tuple[Any, ...]] = set()
-        self._reductions: dict[tuple[int, ...], float] = {}
+        self._reduction = cache(self._seconds_reducing)
         self.seconds, found = self._bound_seconds(space), np.zeros((2, len(space)))
         possible = np.isfinite(self.seconds)
         found[:, possible] = self._bound_bytes(space.where(possible))
@@ -178,28 +178,25 @@ class Bounds:
 
     def _reducing(self, space: Space) -> Floats:
         """Return at least the seconds by which reductions in every micro-batch make each of its backwards longer, [layouts]."""
-        found = np.zeros(len(space))
-        columns = space.tensor_ranks, space.stages, space.replicas, space.zero
+        found, columns = np.zeros(len(space)), (space.stages, space.replicas, space.tensor_ranks, space.zero)
         for chosen in groups_of(*columns):
-            key = tuple(int(column[chosen[0]]) for column in columns)
-            if key not in self._reductions:
-                self._reductions[key] = self._reduction(space.layout(chosen[0]))
-            found[chosen] = self._reductions[key]
+            found[chosen] = self._reduction(*(int(column[chosen[0]]) for column in columns))
         return found
 
-    def _reduction(self, layout: Layout) -> float:
-        predictor, profile = self._predictor, self._predictor.profile()
-        policy, links = profile.policy(layout.zero), predictor.links(layout, exactly=False)
+    def _seconds_reducing(self, stages: int, replicas: int, tensor_ranks: int, zero: int) -> float:
+        profile, policy = self._predictor.profile(), self._predictor.profile().policy(zero)
         if not policy.reduce_per_micro_batch:
             return 0.0
-        (whole,) = profile.stage_parameters(layout.tensor_ranks, False, (0, len(profile.specs)), (0,))
+        layout = Layout(stages=stages, replicas=replicas, tensor_ranks=tensor_ranks)
+        links = self._predictor.links(layout, exactly=False)
+        (whole,) = profile.stage_parameters(tensor_ranks, False, (0, len(profile.specs)), (0,))
         sizes = np.array([info.parameter.numel() for info in whole])
         # At least so many buckets: each has the most elements that one may have, or a larger parameter.
-        limit = bucket_limit(int(sizes.sum()), policy, policy.num_shards(layout.replicas))
+        limit = bucket_limit(int(sizes.sum()), policy, policy.num_shards(replicas))
         count = max(1, int(np.minimum(1.0, sizes / limit).sum()))
         each = (int(sizes.sum()) // count,)
-        stages = {(links.like(k), links.first_alike[k]) for k in range(layout.stages)}
-        return count * min(sum(reducing_seconds(policy, links, each, *stage)) for stage in stages) / layout.stages
+        alike = {(links.like(k), links.first_alike[k]) for k in range(stages)}
+        return count * min(sum(reducing_seconds(policy, links, each, *stage)) for stage in alike) / stages
 
     def _bound_bytes(self, space: Space, by_policy: bool = False) -> Floats:
         predictor, found = self._predictor, np.zeros((2, len(space)))
