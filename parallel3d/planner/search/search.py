@@ -23,6 +23,7 @@ from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.predict.timing import Floats, Integers, compute_seconds, layer_times
 from parallel3d.planner.search.result import StageMemory
 from parallel3d.planner.search.space import LARGE, RECOMPUTED, Space
+from parallel3d.zero.layout import bucket_limit
 from parallel3d.zero.memory import predict_state
 
 _ROOMY = 0.9  # share of the memory below which layers weren't split unevenly to fit
@@ -30,7 +31,7 @@ MOST_NEAR = 6  # candidates that are improved
 _OF_A_SHAPE = 3  # candidates of one shape that are listed
 _ALTERNATIVES = 5  # shapes whose most likely layouts are evaluated, so that there is something to compare with
 _LEANER = (0.2, 0.4, 0.6)  # shares of the memory whose most likely layouts are evaluated
-_FURTHER = 1.05  # times the best step, up to which layouts are searched if there are too few to list
+_FURTHER = 20  # layouts that are looked at after the best one is found, for each that is to be listed
 _TRIES = 8  # evaluated layouts of an alternative of which none fits
 _QUICK = 512  # stages x stages x chunks of an alternative: its program is made soon
 # The work of a micro-batch is proportional to its samples but for a constant part, which is at most this share of the bounds.
@@ -102,10 +103,9 @@ class Bounds:
     """Lower bounds of every layout of a space.
 
     - seconds: of a step whose layers are spread as evenly as their number allows, on the fastest device, with the filling and
-      draining of its pipeline and reductions in every micro-batch; infinite if the model can't be split over this number of
-      tensor-parallel ranks.
-    - passing: of a step in which a micro-batch passes all chunks forward and back. It is the last one or the first one on the
-      slowest chunk, whose forwards or backwards of all others come before or after it.
+      draining of its pipeline and reductions in every micro-batch. No less than that of a micro-batch which passes all chunks
+      forward and back: the last one or the first one on the slowest chunk, whose forwards or backwards of all others come
+      before or after it. Infinite if the model can't be split over this number of tensor-parallel ranks.
     - bytes: of the fullest rank, with state and activations in flight spread evenly, and the allocator's gaps; before `refine`
       as if layers that are recomputed in part were recomputed whole. host: of what it offloads to the host's memory.
     - why_not_sharded: number of tensor-parallel ranks -> the reason why layers can't be split over them.
@@ -118,7 +118,8 @@ class Bounds:
         self._device = replace(fastest, host_seconds=min(device.host_seconds for device in devices))
         self.why_not_sharded: dict[int, str] = {}
         self._refined: set[tuple[Any, ...]] = set()
-        (self.seconds, self.passing), found = self._bound_seconds(space), np.zeros((2, len(space)))
+        self._reduction = cache(self._seconds_reducing)
+        self.seconds, found = self._bound_seconds(space), np.zeros((2, len(space)))
         possible = np.isfinite(self.seconds)
         found[:, possible] = self._bound_bytes(space.where(possible))
         self.bytes, self.host = found
@@ -133,7 +134,7 @@ class Bounds:
         self._refined.add(same)
         rows = (space.tensor_ranks == same[0]) & (space.sequence_parallel == same[1]) & (space.policy == same[2])
         some = space.where(rows)
-        self.seconds[rows], self.passing[rows] = self._bound_seconds(some, by_policy=True)
+        self.seconds[rows] = self._bound_seconds(some, by_policy=True)
         self.bytes[rows], _ = self._bound_bytes(some, by_policy=True)
 
     def _bound_seconds(self, space: Space, by_policy: bool = False) -> Floats:
@@ -170,25 +171,32 @@ class Bounds:
         m, (filling, mean, longest, passing, host) = space.micro_batches[possible], found[:, possible]
         computing = m * (mean + self._reducing(space.where(possible)))
         spread = np.maximum(computing + filling, m * longest)
-        steps = np.maximum(predictor.cooled(np.array([spread, passing]), computing), m * host)
-        bounds = np.full((2, len(space)), np.inf)
-        bounds[:, possible] = _SLACK * predictor.least_factor * steps
+        steps = np.maximum(predictor.cooled(np.maximum(spread, passing), computing), m * host)
+        bounds = np.full(len(space), np.inf)
+        bounds[possible] = _SLACK * predictor.least_factor * steps
         return bounds
 
     def _reducing(self, space: Space) -> Floats:
         """Return at least the seconds by which reductions in every micro-batch make each of its backwards longer, [layouts]."""
-        predictor, found = self._predictor, np.zeros(len(space))
-        profile = predictor.profile()
-        for chosen in groups_of(space.tensor_ranks, space.stages, space.replicas, space.zero):
-            layout = space.layout(chosen[0])
-            policy, links = profile.policy(layout.zero), predictor.links(layout, exactly=False)
-            (whole,) = profile.stage_parameters(layout.tensor_ranks, False, (0, len(profile.specs)), (0,), merged=True)
-            numels = tuple(info.parameter.numel() for info in whole)
-            stages = {(links.like(k), links.first_alike[k]) for k in range(layout.stages)}
-            found[chosen] = (
-                min(sum(reducing_seconds(policy, links, numels, *stage)) for stage in stages) / layout.stages
-            )
+        found, columns = np.zeros(len(space)), (space.stages, space.replicas, space.tensor_ranks, space.zero)
+        for chosen in groups_of(*columns):
+            found[chosen] = self._reduction(*(int(column[chosen[0]]) for column in columns))
         return found
+
+    def _seconds_reducing(self, stages: int, replicas: int, tensor_ranks: int, zero: int) -> float:
+        profile, policy = self._predictor.profile(), self._predictor.profile().policy(zero)
+        if not policy.reduce_per_micro_batch:
+            return 0.0
+        layout = Layout(stages=stages, replicas=replicas, tensor_ranks=tensor_ranks)
+        links = self._predictor.links(layout, exactly=False)
+        (whole,) = profile.stage_parameters(tensor_ranks, False, (0, len(profile.specs)), (0,))
+        sizes = np.array([info.parameter.numel() for info in whole])
+        # At least so many buckets: each has the most elements that one may have, or a larger parameter.
+        limit = bucket_limit(int(sizes.sum()), policy, policy.num_shards(replicas))
+        count = max(1, int(np.minimum(1.0, sizes / limit).sum()))
+        each = (int(sizes.sum()) // count,)
+        alike = {(links.like(k), links.first_alike[k]) for k in range(stages)}
+        return count * min(sum(reducing_seconds(policy, links, each, *stage)) for stage in alike) / stages
 
     def _bound_bytes(self, space: Space, by_policy: bool = False) -> Floats:
         predictor, found = self._predictor, np.zeros((2, len(space)))
@@ -299,21 +307,23 @@ class BranchAndBound:
     def _find_best(self, order: Integers) -> None:
         """Evaluate layouts, given in the order of their bounds, until no bound is below the best that fits.
 
-        Leave out those that, by their other bound, `passing`, can't be among the best that are listed. A layout that recomputes
-        a part of each layer takes longer than its twin that recomputes less, and comes after it, if that one doesn't fit.
+        A layout that recomputes a part of each layer takes longer than its twin that recomputes less, and comes after it, if
+        that one doesn't fit.
         """
         best = min((c.rank[1] for c in self.fitting), default=np.inf)
-        fitting, limit = {c.layout for c in self.fitting}, self._limit()
+        fitting = {c.layout for c in self.fitting}
         worth, following = np.where(self.space.halves, WORTH_HALVES, 1.0), self.space.recomputing_more(order)
         order = order[~np.isin(order, following)]
         waiting = list(
             zip(self._seconds[order].tolist(), count(), order.tolist(), repeat(False))
         )  # in order, and so a heap
-        while waiting and waiting[0][0] < best * (_FURTHER if len(fitting) < self._num_best else 1.0):
+        further = _FURTHER * self._num_best
+        while waiting and (waiting[0][0] < best or (len(fitting) < self._num_best and further > 0)):
             bound, n, k, is_near = heappop(waiting)
+            further -= bound >= best
             self.bounds.refine(self.space, k)
             layout, least = self._layout(k), float(self.bounds.seconds[k] / worth[k])
-            if self.bounds.passing[k] / worth[k] > limit or _with_whole_weights(layout) in fitting:
+            if _with_whole_weights(layout) in fitting:
                 continue
             if self._roomy and not self._roomy.isdisjoint(_no_slower(layout)):
                 continue
@@ -325,19 +335,12 @@ class BranchAndBound:
                 candidate = self._evaluate(layout, best)
                 if candidate.fits:
                     fitting.add(layout)
-                    best, limit = min(best, candidate.rank[1]), self._limit()
+                    best = min(best, candidate.rank[1])
                     if fullness_of(candidate.memory) < _ROOMY:
                         self._roomy.add(layout)
                     continue
             if following[k] >= 0:
                 heappush(waiting, (bound, n, int(following[k]), False))
-
-    def _limit(self) -> float:
-        """Return the seconds of a step above which a candidate is neither listed nor improved."""
-        found = self.fitting
-        best, near = listed(found, self._num_best), found[: max(MOST_NEAR, self._num_best)]
-        enough = len(best) == self._num_best and len(near) >= MOST_NEAR
-        return max(best[-1].rank[1], near[-1].rank[1]) if enough else np.inf
 
     def _find_alternatives(self, order: Integers) -> None:
         """Evaluate the most likely layouts with whole weights of other shapes and of little memory, until one of each fits."""
