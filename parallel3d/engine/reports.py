@@ -21,8 +21,9 @@ from parallel3d.activity import Phase
 from parallel3d.atomic_write import write_whole
 from parallel3d.autograd.recomputation import Checkpointer
 from parallel3d.comm.collectives import all_gather_object
-from parallel3d.config import SELECTIVE, Config
+from parallel3d.config import SELECTIVE, Config, leaves_open
 from parallel3d.config.layout import Layout
+from parallel3d.config.section import dumped
 from parallel3d.engine.calls import StepProgress
 from parallel3d.engine.flops import ForwardFlops
 from parallel3d.engine.state_text import describe_state
@@ -279,6 +280,8 @@ class Reports:
         config = self._config.model_dump(mode="json")
         # A reader doesn't know the device's memory, by which "auto" was resolved.
         config["zero_optimization"]["reduce_per_micro_batch"] = self._update.policy.reduce_per_micro_batch
+        if leaves_open(self._config.activation_checkpointing.policy):
+            config["activation_checkpointing"] |= {"policy": dumped(model.policies), "memory_budget": None}
         own = (
             {info.name: math.prod(whole_shape(info.parameter)) for info in infos},
             self.monitor.sequence,
@@ -306,7 +309,7 @@ class Reports:
     def layout(self, num_micro_batches: int | None = None) -> Layout:
         """Return the layout that trains, by default with the configured number of micro-batches."""
         sizes, groups, settings = self._data.sizes, self._groups, self._model.settings
-        schedule = self._config.pipeline.schedule
+        schedule, policies = self._config.pipeline.schedule, self._model.policies
         return Layout(
             stages=settings.num_stages,
             tensor_ranks=groups.model.size,
@@ -317,7 +320,7 @@ class Reports:
             micro_batches=num_micro_batches or sizes.num_micro_batches,
             chunks=settings.num_chunks,
             recompute=settings.activation_checkpoint_interval,
-            policy=settings.checkpoint_policy if settings.checkpoint_policy in SELECTIVE else None,
+            policy=policies if policies in SELECTIVE else None,
             schedule=schedule if isinstance(schedule, str) else "written",
             placement=settings.placement,
         )
