@@ -180,8 +180,10 @@ def test_a_function_of_the_users_runs_the_groups(run_ranks):
 Memory = dict[str, tuple[int, int]]
 
 
-def train_decoder(schedule: str, policy: str, budget: float | None) -> tuple[list[float], list[str], Memory]:
-    """Losses, the policies of this rank's layers, and its memory."""
+def train_decoder(
+    schedule: str, policy: Any, budget: float | None, compiled: bool = False
+) -> tuple[list[float], list[str], dict[int, int], Memory]:
+    """Losses, and of this rank the policies of its layers, what each layer holds, and its memory."""
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": ACCUMULATION,
@@ -189,6 +191,7 @@ def train_decoder(schedule: str, policy: str, budget: float | None) -> tuple[lis
         "steps_per_print": None,
         "pipeline": {"stages": get_world_size(), "schedule": schedule, "partition": "uniform"},
         "activation_checkpointing": {"policy": policy, "memory_budget": budget},
+        "compile": {"enabled": compiled, "backend": "aot_eager", "layers": ["Block"]},
     }
     sizes = DecoderConfig(vocab_size=32, hidden_size=32, ffn_size=80, num_layers=6, num_heads=4, max_positions=64)
     tokens = torch.randint(32, (2, 65), generator=torch.Generator().manual_seed(0))
@@ -202,7 +205,8 @@ def train_decoder(schedule: str, policy: str, budget: float | None) -> tuple[lis
     losses.append(float(engine.train_batch(data)))
     rule = policy_rule(None, module.policies, module.layer_names)
     policies = [rule(k, None) for chunk in module.own_chunks for k in module.partition.layers(chunk)]
-    return losses, policies, engine.reports.memory_report()[module.groups.rank]
+    held = {k: nbytes for (k,), _, nbytes in engine.reports.layer_memory()[module.groups.rank]}
+    return losses, policies, held, engine.reports.memory_report()[module.groups.rank]
 
 
 @pytest.mark.parametrize(("ranks", "schedule"), [(1, "1f1b"), (2, "zb-h1")])
@@ -216,10 +220,25 @@ def test_auto_fits_its_budget_and_changes_no_number(run_ranks, ranks: int, sched
     budget = 0.9 * max(most(report) for *_, report in plain)
     chosen = run_ranks(ranks, train_decoder, schedule, "auto", budget / 2**30)
     assert [losses for losses, *_ in chosen] == [losses for losses, *_ in plain]
-    assert any(len(set(policies)) > 1 for _, policies, _ in chosen)
+    assert any(len(set(policies)) > 1 for _, policies, *_ in chosen)
     assert 0.75 * budget < max(most(report) for *_, report in chosen) <= budget
     with pytest.raises(RankError, match=r'"auto" traces the layers on a sample.* pass sample_input='):
         run_ranks(ranks, train, {}, 0.0, 1, {"activation_checkpointing": {"policy": "auto", "memory_budget": 1}})
+
+
+def test_the_report_tells_what_each_layer_holds_under_its_policy(run_ranks):
+    policy = {"Block": "cheap", "1": "full", "2": "none", "3": "attention"}
+    ((_, policies, held, _),) = run_ranks(1, train_decoder, "1f1b", policy, None)
+    assert policies == ["none", "full", "none", "attention", "cheap", "cheap", "cheap", "none", "none"]
+    element, products = (
+        2 * 64 * 4,
+        5 * 32 + 2 * 80,
+    )  # bytes of one a position; input, queries, keys, values, sum, gate and up
+    wanted = {1: 32, 3: products, 4: products + 32 + 4}
+    assert {k: held[k] // element for k in wanted} == wanted
+    assert held[2] > held[4] == held[5]
+    ((_, _, compiled, _),) = run_ranks(1, train_decoder, "1f1b", {"Block": "cheap"}, None, True)
+    assert compiled[4] // element == wanted[4]
 
 
 def refusal(arguments: dict[str, Any], pipeline: dict[str, Any]) -> str:
