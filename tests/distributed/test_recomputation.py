@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -239,6 +241,23 @@ def test_the_report_tells_what_each_layer_holds_under_its_policy(run_ranks):
     assert held[2] > held[4] == held[5]
     ((_, _, compiled, _),) = run_ranks(1, train_decoder, "1f1b", {"Block": "cheap"}, None, True)
     assert compiled[4] // element == wanted[4]
+
+
+def bench() -> list[dict[str, Any]]:
+    sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
+    import recomputation
+    from planned_run import model_of
+
+    model = model_of("tiny", {"bf16": {"enabled": True}})
+    return recomputation.measure(model, recomputation.Workload("tiny", 64, 2, 2, 1, 1), "eager", False)
+
+
+def test_the_benchmark_measures_what_is_predicted(run_ranks):
+    (rows,) = run_ranks(1, bench)
+    held = {row["policy"]: row["gib"] for row in rows}
+    assert held == pytest.approx({row["policy"]: row["predicted_gib"] for row in rows}, rel=0.03)
+    assert held["none"] > held["cheap"] > held["attention"] > held["full"] > 0
+    assert all(len(row["ms"]) == 1 for row in rows)
 
 
 def refusal(arguments: dict[str, Any], pipeline: dict[str, Any]) -> str:

@@ -112,6 +112,7 @@ class Blocks:
         # What a GPU multiplies sets its power, and so its clock: not constants.
         values = (torch.randn(shape, generator=generator) for _ in range(2))
         self._x, self._gradient = (v.to(self._engine.device, torch.bfloat16) for v in values)
+        self._x.requires_grad_()  # as what another block returns
 
     def _forward(self) -> Tensor:
         y: Tensor = self._engine(self._x)
@@ -120,6 +121,7 @@ class Blocks:
     def _backward(self, y: Tensor) -> None:
         self._engine.backward((y * self._gradient).sum())
         self._engine.step()
+        self._x.grad = None
 
     def held(self) -> int:
         """Return the bytes that a forward of all blocks leaves allocated, its output among them."""
