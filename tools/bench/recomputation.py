@@ -29,6 +29,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 
 import plan_accuracy
 import torch
+from accuracy import peak_errors
 from host import cuda_version, find_gpus
 from results import as_markdown, as_text
 from run import describe_run, split_names
@@ -45,6 +46,7 @@ HOW = ("eager", "compiled")
 # Words of the layout of each policy, and of each model whose peaks are measured.
 WORDS = {"none": "", "cheap": ",cheap", "attention": ",attention", "full": ",ckpt1"}
 LAYOUTS = {"1b": "m2,mb4", "3b": "m2"}
+LIMIT = 0.03  # of the error of predicted peaks
 GIB = 2**30
 
 
@@ -212,7 +214,11 @@ def measure_peaks(models: Sequence[str], args: argparse.Namespace) -> int:
     layouts = [f"{model}:{LAYOUTS[model]}{words}" for model in models for words in WORDS.values()]
     out = args.out.with_name(f"{args.out.stem}_peaks.json")
     words = ["--layouts", *layouts, "--steps", "2", "--out", str(out)]
-    return plan_accuracy.main([*words, *(["--commit", args.commit] if args.commit else [])])
+    status = plan_accuracy.main([*words, *(["--commit", args.commit] if args.commit else [])])
+    rows = json.loads(out.read_text(encoding="utf-8"))["evaluation"]["rows"]
+    worst = max((abs(error) for row in rows for error in peak_errors(row)), default=0.0)
+    print(f"Peaks are {worst:.1%} off at most ({'limit' if worst <= LIMIT else 'MORE THAN'} {LIMIT:.0%}).")
+    return status
 
 
 def main() -> int:
