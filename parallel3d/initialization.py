@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from parallel3d.comm.collectives import everywhere
 from parallel3d.comm.environment import init_distributed, local_device
-from parallel3d.config import BatchSizes, Config, batch_sizes, load
+from parallel3d.config import BatchSizes, Config, batch_sizes, leaves_open, load
 from parallel3d.deepspeed.accessors import DeepSpeedEngine, PipelineEngine
 from parallel3d.deepspeed.arguments import find_config, known_values
 from parallel3d.errors import ConfigError
@@ -174,7 +174,14 @@ def _check_module(model: PipelineModule, config: Config) -> None:
     built = {"size": model.groups.model.size, **vars(model.settings)}
     if not isinstance(model, SingleStageModule):
         # As DeepSpeed's engine sets them in a module that has been built. Random masks are seeded by layer anyway.
-        policy = config.activation_checkpointing.policy or built["checkpoint_policy"]
+        policy = config.activation_checkpointing.policy or model.policies
+        if leaves_open(policy):
+            policy = model.policies
+            if not isinstance(policy, Mapping):
+                raise ConfigError(
+                    'activation_checkpointing.policy has "auto", by which a PipelineModule chooses while it is built; pass it '
+                    "the same config=, and sample_input="
+                )
         interval = built["activation_checkpoint_interval"] or checkpoint_interval(config) or 0
         model.calls.recompute(interval, policy_rule(None, policy, model.layer_names))
         if built["activation_checkpoint_interval"] == 0 < interval:

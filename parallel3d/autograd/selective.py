@@ -165,8 +165,9 @@ def recomputed_in_graph(function: Callable[..., Any], keeps_attention: bool) -> 
     # A graph has no in-place operators left, of which torch warns at each first compilation.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
-    def run(*args: Any) -> Any:
-        return checkpoint(function, *args, use_reentrant=False, context_fn=partial(selective_contexts, keeps_attention))
+    def run(*args: Any, **kwargs: Any) -> Any:
+        context_fn = partial(selective_contexts, keeps_attention)
+        return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
 
     return run
 

@@ -10,6 +10,7 @@ from parallel3d.config.pipeline import (
     RecomputationPolicy,
     SelectivePolicy,
     TensorParallelConfig,
+    leaves_open,
 )
 from parallel3d.config.precision import (
     AmpConfig,

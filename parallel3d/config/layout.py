@@ -32,6 +32,7 @@ _FLAGS: dict[str, tuple[str, Any]] = {
     **{name: ("policy", name) for name in SELECTIVE},
     **{name: ("schedule", name) for name in SCHEDULES},
 }
+_POLICIES = {"none": "ckpt0", "full": "ckpt1"}  # of activation_checkpointing.policy, which have other words
 _TWO_CHUNKS = ("interleaved", "zb-looped", "zbv")  # schedules that run 2 chunks a stage unless a word says otherwise
 
 # The configuration's key of each field.
@@ -131,7 +132,8 @@ class PartialLayout(Layout):
 def parse_layout(text: str) -> PartialLayout:
     """Read words separated by commas, in any order.
 
-    Raises ConfigError for a word that is unknown, sets a field a second time, or gives 0 where that makes no sense.
+    Raises ConfigError for a word that is unknown, sets a field a second time, or gives 0 where that makes no sense, and for
+    words that contradict each other.
     """
     fields: dict[str, Any] = {}
     for word in (part.strip() for part in text.lower().split(",")):
@@ -143,8 +145,10 @@ def parse_layout(text: str) -> PartialLayout:
         fields.setdefault("chunks", 2)
     if fields.get("schedule") == "zbv":
         fields["placement"] = "v"
-    if "policy" in fields:
-        fields.setdefault("recompute", 1)
+    if "policy" in fields and not fields.setdefault("recompute", 1):
+        raise ConfigError(
+            f"layout {text!r}: {fields['policy']!r} recomputes a part of layers, ckpt0 none; leave one out"
+        )
     return PartialLayout(words=text, given=frozenset(fields), **fields)
 
 
@@ -157,6 +161,8 @@ def _read(word: str, text: str) -> tuple[str, Any]:
         letters = word.rstrip("0123456789")
         near = [*_FLAGS, *(name + word[len(letters) :] for name in _NUMBERED)]
         hint = nearest(word, near) if letters else ""
+        if word in _POLICIES:
+            hint = f" As policy of recomputation it is {_POLICIES[word]!r}."
         known = [f"{name}N ({meaning})" for name, (_, meaning) in _NUMBERED.items()]
         known += ["sp (sequence parallelism)" if flag == "sp" else flag for flag in _FLAGS]
         raise ConfigError(

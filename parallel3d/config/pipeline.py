@@ -27,14 +27,19 @@ ScheduleName = Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "zb-loope
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 SelectivePolicy = Literal["cheap", "attention"]  # keeps some of what a layer computes
 SELECTIVE: tuple[SelectivePolicy, ...] = get_args(SelectivePolicy)
-RecomputationPolicy = Literal["none", "full"] | SelectivePolicy
-# Policy of all layers, or by the layers' class names, with "default" for the others.
+RecomputationPolicy = Literal["none", "full", "auto"] | SelectivePolicy
+# Policy of all layers, or by the layers' class names or numbers, with "default" for the others.
 _Policies = Annotated[
     RecomputationPolicy
     | Annotated[Mapping[str, RecomputationPolicy], Field(min_length=1), AfterValidator(ReadOnlyMapping)],
     PlainSerializer(dumped),
 ]
 _QUOTED_SCHEDULES = ", ".join(f'"{name}"' for name in SCHEDULES)
+
+
+def leaves_open(policy: object) -> bool:
+    """Return whether a policy, or one of several, is "auto"."""
+    return "auto" in policy.values() if isinstance(policy, Mapping) else policy == "auto"
 
 
 def _read_partition(value: object) -> object:
@@ -152,8 +157,14 @@ class ActivationCheckpointingConfig(Section):
 
     policy: _Policies | None = own_key(
         None,
-        '"none", "cheap" (element-wise results are recomputed), "attention" (attention, too) or "full" (all), of the layers '
-        'that pipeline.checkpointable_layers chooses; or by class names, such as {"Block": "cheap", "default": "none"}',
+        '"none", "cheap" (element-wise results are recomputed), "attention" (attention, too), "full" (all) or "auto" (what '
+        "memory_budget needs), of the layers that pipeline.checkpointable_layers chooses; or by class names and numbers of "
+        'layers, such as {"Block": "cheap", "7": "full", "default": "none"}',
+    )
+    memory_budget: float | None = own_key(
+        None,
+        "a number > 0, for policy \"auto\": what a rank's tensors may take in GiB or, up to 1, as a share of the GPU's memory",
+        gt=0,
     )
 
     partition_activations: bool = False
@@ -162,3 +173,9 @@ class ActivationCheckpointingConfig(Section):
     number_checkpoints: Positive | None = key(None, "a whole number of checkpoints >= 1, or null")
     synchronize_checkpoint_boundary: bool = False
     profile: bool = False
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ActivationCheckpointingConfig:
+        if self.memory_budget is not None and not leaves_open(self.policy):
+            raise ValueError('memory_budget is for policy "auto"; set policy to that, or leave memory_budget out')
+        return self

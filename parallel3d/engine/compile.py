@@ -94,7 +94,7 @@ class Compilation:
         """Compile a layer in its own way, or as nn.Module.compile does; what is recomputed in part becomes so in its graph."""
         policy = self._model.calls.policy_of(module)
         if policy in SELECTIVE:
-            self._model.calls.recompute_nothing(module)
+            self._model.calls.leave_to_graph(module)
             options = {**options, "around": partial(recomputed_in_graph, keeps_attention=policy == "cheap")}
         if type(module).compile is nn.Module.compile:
             module._compiled_call_impl = FirstShapes(module._call_impl, type(module).__name__, **options)

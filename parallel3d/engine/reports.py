@@ -21,15 +21,16 @@ from parallel3d.activity import Phase
 from parallel3d.atomic_write import write_whole
 from parallel3d.autograd.recomputation import Checkpointer
 from parallel3d.comm.collectives import all_gather_object
-from parallel3d.config import SELECTIVE, Config
+from parallel3d.config import SELECTIVE, Config, leaves_open
 from parallel3d.config.layout import Layout
+from parallel3d.config.section import dumped
 from parallel3d.engine.calls import StepProgress
 from parallel3d.engine.flops import ForwardFlops
 from parallel3d.engine.state_text import describe_state
 from parallel3d.engine.update import WeightUpdate
 from parallel3d.errors import ConfigError
 from parallel3d.logs import logger
-from parallel3d.monitor.memory import MemoryProfile, MemoryRecorder, memory_table
+from parallel3d.monitor.memory import MemoryProfile, MemoryRecorder, held_lines, memory_table
 from parallel3d.monitor.records import Breakdown, StepRecord
 from parallel3d.monitor.run_record import TIMELINE, RankRecord, RunRecord, StepTimeline, fingerprint, measure_times
 from parallel3d.monitor.steps import Profile, StepMonitor
@@ -107,20 +108,31 @@ class Reports:
         Components: weights, gradients, masters, optimizer (from the first step on), transient (gradient buffers, from the
         first backward on), update (gradients in the masters' dtype), gathered (with stage 3, the most bytes of weights that
         were gathered at a time) and live (those that are gathered now). Phases: steady, between batches; backward, while
-        layers run; step, while the optimizer runs. After a batch with `profile_next_batch("memory")` there is one more
+        layers run; step, while the optimizer runs. After a batch with `profile_next_batch("memory")` rank 0 also prints what
+        layers hold under each policy of recomputation (see `layer_memory`), and there is one more
         component, activations: those of all micro-batches in flight, and the messages between stages; backward includes them.
         With offload, also window (buffers that the state passes through), host and disk, and rank 0 prints its disk's rates.
         The measured bytes of backward and step then also include the workspace of operations. Collective over all ranks.
         """
         everyone = all_gather_object(self._memory_rows(), self._groups.control)
+        held = self.layer_memory()
         if self._groups.rank == 0:
-            logger.info("%s", memory_table(everyone))
+            logger.info("%s", "\n".join([memory_table(everyone), *held_lines(held)]))
             for what, file in self._update.disks().items():
                 read, written = (rate / 1e9 for rate in file.rates())
                 if read or written:
                     rates = f"at {read:.2f} GB/s, and wrote at {written:.2f} GB/s"
                     logger.info("rank 0 read %s from its disk %s", what, rates)
         return everyone
+
+    def layer_memory(self) -> list[list[tuple[tuple[int, ...], str, int]]]:
+        """Return (layers, policy of their recomputation, bytes) of the runs of layers in a forward, a list for each rank.
+
+        The bytes are those that are left for a micro-batch's backward, the layers' inputs included, in the last batch with
+        `profile_next_batch("memory")`; before it the lists are empty. Collective over all ranks.
+        """
+        own = {} if self.memory is None else self.memory.batch.of_runs
+        return all_gather_object([(*run, nbytes) for run, nbytes in own.items()], self._groups.control)
 
     def write_run_record(self, directory: str | Path | None) -> RunRecord:
         """Return the measurements so far; rank 0 writes them as run_record.json into `directory`, and a step's timeline.
@@ -164,7 +176,7 @@ class Reports:
             return
         with messages.tracking() as in_transit:
             memory = MemoryRecorder(self._model.device, partial(self._passing, in_transit))
-            with memory.running():
+            with memory.running(), self._model.calls.noting(memory.reach):
                 yield nest(record, memory), wait
         self.memory = MemoryProfile(program, memory, MemoryRecorder(self._model.device))
 
@@ -279,6 +291,8 @@ class Reports:
         config = self._config.model_dump(mode="json")
         # A reader doesn't know the device's memory, by which "auto" was resolved.
         config["zero_optimization"]["reduce_per_micro_batch"] = self._update.policy.reduce_per_micro_batch
+        if leaves_open(self._config.activation_checkpointing.policy):
+            config["activation_checkpointing"] |= {"policy": dumped(model.policies), "memory_budget": None}
         own = (
             {info.name: math.prod(whole_shape(info.parameter)) for info in infos},
             self.monitor.sequence,
@@ -306,7 +320,7 @@ class Reports:
     def layout(self, num_micro_batches: int | None = None) -> Layout:
         """Return the layout that trains, by default with the configured number of micro-batches."""
         sizes, groups, settings = self._data.sizes, self._groups, self._model.settings
-        schedule = self._config.pipeline.schedule
+        schedule, policies = self._config.pipeline.schedule, self._model.policies
         return Layout(
             stages=settings.num_stages,
             tensor_ranks=groups.model.size,
@@ -317,7 +331,7 @@ class Reports:
             micro_batches=num_micro_batches or sizes.num_micro_batches,
             chunks=settings.num_chunks,
             recompute=settings.activation_checkpoint_interval,
-            policy=settings.checkpoint_policy if settings.checkpoint_policy in SELECTIVE else None,
+            policy=policies if policies in SELECTIVE else None,
             schedule=schedule if isinstance(schedule, str) else "written",
             placement=settings.placement,
         )

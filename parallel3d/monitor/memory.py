@@ -94,6 +94,7 @@ class MemoryRecorder:
     - in_transit: returns the bytes that sent messages still hold; they leave at no fixed instruction and count for none.
     - held: (instruction, bytes that it and the wait before it added, bytes held after it).
     - peak: the most at any time, with the workspaces of operations and what is in transit.
+    - of_runs: most bytes that each run of layers in a forward left for the backward, their inputs included; see `reach`.
     """
 
     def __init__(self, device: torch.device, in_transit: Callable[[], int] = lambda: 0):
@@ -103,6 +104,20 @@ class MemoryRecorder:
         self._device = device
         self._storages = LiveStorages()
         self.start = self._before = 0
+        self.of_runs: dict[Any, int] = {}
+        self._run: tuple[Any, int] = None, 0
+
+    def _now(self) -> int:
+        on_cuda = self._device.type == "cuda"
+        held = torch.cuda.memory_allocated(self._device) - self.start if on_cuda else self._storages.nbytes
+        return held - self._in_transit()
+
+    def reach(self, run: Any) -> None:
+        """Reach the next run of layers in a forward; None at the forward's end."""
+        (last, before), now = self._run, self._now()
+        if last is not None:
+            self.of_runs[last] = max(self.of_runs.get(last, 0), now - before)
+        self._run = run, now
 
     @property
     def most_held(self) -> int:
@@ -126,9 +141,7 @@ class MemoryRecorder:
     def __call__(self, instruction: Instruction) -> Iterator[None]:
         """Measure the block as `instruction`."""
         yield
-        on_cuda = self._device.type == "cuda"
-        held = torch.cuda.memory_allocated(self._device) - self.start if on_cuda else self._storages.nbytes
-        now = held - self._in_transit()
+        now = self._now()
         self.held.append((instruction, now - self._before, now))
         self._before = now
 
@@ -189,6 +202,19 @@ def memory_table(ranks: Sequence[Mapping[str, tuple[int, int]]]) -> str:
     for rank, row in enumerate(ranks):
         rows[str(rank)] = [f"{predicted / 2**20:.1f} / {measured / 2**20:.1f}" for predicted, measured in row.values()]
     return format_table(rows, 22)
+
+
+def held_lines(ranks: Sequence[Sequence[tuple[tuple[int, ...], str, int]]]) -> list[str]:
+    """Format what layers hold of a micro-batch under each policy, a line per rank. ranks: as Reports.layer_memory returns."""
+    lines = []
+    for rank, runs in enumerate(ranks):
+        found: dict[str, list[int]] = {}
+        for layers, policy, nbytes in runs:
+            number, total = found.setdefault(policy, [0, 0])
+            found[policy] = [number + len(layers), total + nbytes]
+        parts = [f"{number} layers {policy} {total / 2**20:.1f}" for policy, (number, total) in found.items()]
+        lines += [f"rank {rank} holds of a micro-batch, MiB: {', '.join(parts)}"] if parts else []
+    return lines
 
 
 def phase_table(step: int, ranks: Sequence[Mapping[str, Mapping[str, int]]]) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
-from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from torch import nn
@@ -32,6 +32,17 @@ class Call(NamedTuple):
     def recomputed(self) -> RecomputationPolicy | Literal[""]:
         """The policy; "" if nothing is recomputed."""
         return "" if self.policy == "none" else self.policy
+
+
+class Run(NamedTuple):
+    """Layers that run as one, by their indices in the list, and the policy of their recomputation."""
+
+    layers: tuple[int, ...]
+    policy: RecomputationPolicy
+
+
+# Calls, and the policy by which they are recomputed together, if they are.
+Group = tuple[list[Call], RecomputationPolicy | Literal["", False]]
 
 
 def in_groups(
@@ -70,6 +81,8 @@ class LayerCalls:
     def __init__(self, interval: int):
         self._interval = interval
         self._calls: dict[int, list[Call]] = {}
+        self._in_graphs: set[nn.Module] = set()
+        self._reached: Callable[[Run | None], None] | None = None
 
     def recompute(self, interval: int, policy_of: PolicyRule) -> None:
         """Recompute neighbouring layers in groups of `interval`, each that has a policy by another one."""
@@ -84,18 +97,39 @@ class LayerCalls:
         calls = [call for own in self._calls.values() for call in own if call.module is module]
         return calls[0].policy if calls and self._interval > 0 else "none"
 
-    def recompute_nothing(self, module: nn.Module) -> None:
-        """Recompute no call of a module any more."""
-        for chunk, own in self._calls.items():
-            self._calls[chunk] = [call._replace(policy="none") if call.module is module else call for call in own]
+    def leave_to_graph(self, module: nn.Module) -> None:
+        """Leave the recomputation of a module to its compiled graph."""
+        self._in_graphs.add(module)
 
     def add(self, chunk: int, calls: Sequence[Call]) -> None:
         """Add a chunk."""
         self._calls[chunk] = list(calls)
 
-    def groups(self, chunk: int) -> list[tuple[list[Call], RecomputationPolicy | Literal["", False]]]:
+    def groups(self, chunk: int) -> Iterable[Group]:
         """Return the calls of a chunk in groups, and the policy by which each is recomputed in the backward, if it is."""
-        return in_groups(self._calls[chunk], self._interval, attrgetter("recomputed"))
+        return self._groups(chunk) if self._reached is None else self._noted(self._groups(chunk), self._reached)
+
+    def _groups(self, chunk: int) -> list[Group]:
+        return in_groups(
+            self._calls[chunk], self._interval, lambda call: "" if call.module in self._in_graphs else call.recomputed
+        )
+
+    @contextmanager
+    def noting(self, reached: Callable[[Run | None], None]) -> Iterator[None]:
+        """In this context, call `reached` with the layers that run next in a forward, and with None at its end."""
+        self._reached = reached
+        try:
+            yield
+        finally:
+            self._reached = None
+
+    def _noted(self, groups: Iterable[Group], reached: Callable[[Run | None], None]) -> Iterator[Group]:
+        for calls, again in groups:
+            for part in [calls] if again else [[call] for call in calls]:
+                policy = part[0].policy if self._interval > 0 else "none"
+                reached(Run(tuple(call.layer for call in part), policy))
+                yield part, again
+        reached(None)
 
     def runs(self, chunk: int, op: Op) -> list[int]:
         """Return the layers (indices in the list) in the order in which a compute instruction on a chunk runs them.
@@ -104,7 +138,7 @@ class LayerCalls:
         """
         if op is Op.BACKWARD_WEIGHT:
             return []
-        calls = self._calls[chunk] if op is Op.FORWARD else backward_order(self.groups(chunk))
+        calls = self._calls[chunk] if op is Op.FORWARD else backward_order(self._groups(chunk))
         return [call.layer for call in calls]
 
     def with_modules(self) -> Iterator[tuple[int, nn.Module]]:

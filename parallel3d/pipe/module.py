@@ -23,7 +23,7 @@ from parallel3d.logs import logger
 from parallel3d.parameters import ParameterInfo, slicing_of
 from parallel3d.partition import Method
 from parallel3d.pipe.calls import Call, LayerCalls
-from parallel3d.pipe.layer_choice import LayerChoice, PolicyRule, policy_rule
+from parallel3d.pipe.layer_choice import LayerChoice, policy_rule
 from parallel3d.pipe.settings import BuildSettings, resolve_settings
 from parallel3d.pipe.splitting import LayerSplitter, make_sample
 from parallel3d.pipe.ties import (
@@ -132,12 +132,12 @@ class PipelineModule(nn.Module):
         self.layer_names = [layer_name(layer) for layer in layers]
         context = BuildContext(self.groups, self.device, settings.sequence_parallel, settings.layout_independent)
         self.loss_fn = _build_loss(loss_fn, context)
-        policies = policy_rule(settings.checkpointable_layers, settings.checkpoint_policy, self.layer_names)
         seed = base_seed if settings.seed_layers else torch.initial_seed() % 2**62
         with seeded(seed, self.device):
             sample = make_sample(sample_input, sample_labels, loss_fn, config)
-            self.partition = LayerSplitter(layers, settings, self.placement, context, sample, policies).split(config)
-        self._place(layers, seed, context, policies)
+            splitter = LayerSplitter(layers, settings, self.placement, context, sample)
+            self.partition, self.policies = splitter.split(config)
+        self._place(layers, seed, context)
 
     def _join(self, settings: BuildSettings, shards_layers: bool, host: HostShards | None) -> None:
         """Make the process groups of the layout, and determine this rank's chunks."""
@@ -149,12 +149,12 @@ class PipelineModule(nn.Module):
         self.stage_id = self.groups.coordinate("pipe")
         self.own_chunks = tuple(c for c, stage in enumerate(self.placement) if stage == self.stage_id)
 
-    def _place(self, layers: Sequence[Layer], seed: int, context: BuildContext, policies: PolicyRule) -> None:
+    def _place(self, layers: Sequence[Layer], seed: int, context: BuildContext) -> None:
         """Build this rank's layers on its device, with the same bits on all ranks that hold a copy."""
         self.partition_table = self._partition_table()
         if get_rank() == 0 and len(self.placement) > 1:
             logger.info("%s", self.partition_table)
-        self._build_layers(layers, seed, context, policies)
+        self._build_layers(layers, seed, context)
         self.to(self.device)
         self.replica_groups = self._make_replica_groups()
         self._synchronize()
@@ -170,19 +170,20 @@ class PipelineModule(nn.Module):
         shares = ", ".join(f"{load:,.6g} ({load / max(loads):.0%})" if load else "0" for load in loads)
         return self.partition.table(self.layer_names, label="chunk") + f"\nchunks of each stage together: {shares}"
 
-    def _build_layers(self, layers: Sequence[Layer], seed: int, context: BuildContext, policies: PolicyRule) -> None:
+    def _build_layers(self, layers: Sequence[Layer], seed: int, context: BuildContext) -> None:
         """Build the layers of this rank's chunks, each with its own seed, and share what ties join."""
         part_of = self.partition.part_of
         self._ties = TieIndex(layers, part_of)
         refuse_untied_sharing(layers, self._ties, part_of)
         self.layers = nn.ModuleDict()
         self.calls = LayerCalls(self.settings.activation_checkpoint_interval)
+        policy_of = policy_rule(self.settings.checkpointable_layers, self.policies, self.layer_names)
         for chunk in self.own_chunks:
             calls = []
             for k in self.partition.layers(chunk):
                 layer, module = layers[k], self._build(layers, self._ties.builder[k], seed, context)
                 function: Any = layer if module is None else module
-                policy = policies(k, function)
+                policy = policy_of(k, function)
                 if module is not None and isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:
                     function = partial(layer.forward_fn, module)
                 calls.append(Call(k, module, function, policy))

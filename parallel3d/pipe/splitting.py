@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import ceil
@@ -13,21 +13,24 @@ import torch
 from torch import nn
 
 from parallel3d.comm.collectives import all_gather_object
-from parallel3d.config import Config, PipelineConfig, batch_sizes, load_sections, read
+from parallel3d.config import Config, PipelineConfig, RecomputationPolicy, batch_sizes, load_sections, read
 from parallel3d.config.load import Source
+from parallel3d.config.section import ReadOnlyMapping
 from parallel3d.costs.layer_costs import LayerCost, LayerProfiler, Sample
 from parallel3d.costs.profilers import FlopProfiler, TimeProfiler
-from parallel3d.errors import PartitionError, ScheduleError
+from parallel3d.errors import ConfigError, PartitionError, ScheduleError
+from parallel3d.logs import logger
 from parallel3d.optim import build_optimizer
 from parallel3d.optim.precision import make_precision
 from parallel3d.parameters import ParameterInfo
 from parallel3d.partition import MEASURED, Partition, StageLimit, resolve_partition
-from parallel3d.pipe.layer_choice import PolicyRule
+from parallel3d.pipe.layer_choice import Policies, policy_rule
+from parallel3d.pipe.policies import InFlight, budget_of, choose, describe_choice, options_of, trace_policies
 from parallel3d.pipe.settings import BuildSettings
 from parallel3d.rng import generator_states, set_generator_states
 from parallel3d.schedule.builders import build, placement_of
 from parallel3d.schedule.instructions import Instruction, Op
-from parallel3d.schedule.memory import most_in_flight
+from parallel3d.schedule.memory import ChunkBytes, bytes_in_flight, most_in_flight
 from parallel3d.schedule.search import Memory, search
 from parallel3d.schedule.timing import decoder_cost, simulate
 from parallel3d.schedule.zero_bubble import DEFAULT_MAX_IN_FLIGHT
@@ -49,10 +52,7 @@ def make_sample(inputs: Any, labels: Any, loss_fn: LossFunction, config: Source)
 
 
 class LayerSplitter:
-    """Splits a list of layers over the chunks of `placement`. Collective where costs are measured.
-
-    policies: (index in the list, layer) -> policy of its recomputation, which costs another forward if it is "full".
-    """
+    """Splits a list of layers over the chunks of `placement`. Collective where costs are measured."""
 
     def __init__(
         self,
@@ -61,13 +61,13 @@ class LayerSplitter:
         placement: Sequence[int],
         context: BuildContext,
         sample: Sample | None,
-        policies: PolicyRule,
     ):
         self._layers, self._settings, self._placement = layers, settings, placement
         self._context, self._sample = context, sample
         self._ties = [layer.key if isinstance(layer, TiedLayerSpec) else None for layer in layers]
-        self._recomputed: list[bool] = []
-        repeats = settings.activation_checkpoint_interval > 0
+        self._policies: list[RecomputationPolicy] = []
+        repeats, names = settings.activation_checkpoint_interval > 0, [layer_name(layer) for layer in layers]
+        policies = policy_rule(settings.checkpointable_layers, settings.checkpoint_policy, names)
         self._parameters: list[list[nn.Parameter]] = []
         built: list[tuple[LayerSpec, nn.Module]] = []  # of specs that build alike, one blueprint
         for k, layer in enumerate(layers):
@@ -78,16 +78,18 @@ class LayerSplitter:
                 built += [] if spec is None else [(spec, module)]
             self._parameters.append([p if module is layer else _on_meta(p) for p in module.parameters()])
             shown = module if isinstance(layer, (LayerSpec, nn.Module)) else layer
-            self._recomputed.append(repeats and policies(k, shown) == "full")
+            self._policies.append(policies(k, shown) if repeats else "none")
+        self._recomputed = [policy == "full" for policy in self._policies]
 
-    def split(self, config: Source) -> Partition:
-        """Return the partition that the settings ask for. Raises PartitionError.
+    def split(self, config: Source) -> tuple[Partition, Policies]:
+        """Return the partition that the settings ask for, and the layers' policies of recomputation.
 
-        config: sections besides `pipeline` are read only for max_stage_bytes.
+        config: sections besides `pipeline` are read only for max_stage_bytes, and for policy "auto". Raises PartitionError, and
+        ConfigError if policies are "auto" and there is no sample.
         """
         settings = self._settings
         shape = settings.num_stages, settings.num_chunks, settings.placement
-        return resolve_partition(
+        partition = resolve_partition(
             settings.partition_method,
             self._costs(),
             [layer_name(layer) for layer in self._layers],
@@ -98,6 +100,45 @@ class LayerSplitter:
             limit=None if settings.max_stage_bytes is None else self._limit(settings.max_stage_bytes, config),
             step=partial(step_length, load_sections(config, "pipeline").pipeline, *shape),
         )
+        return partition, self._choose_policies(partition, config)
+
+    def _choose_policies(self, partition: Partition, source: Source) -> Policies:
+        """Return the settings' policies; if some are "auto", a policy for each layer, by its index. Collective."""
+        if "auto" not in self._policies:
+            return self._settings.checkpoint_policy
+        config = source if isinstance(source, Config) else read(source).config
+        if self._sample is None:
+            raise ConfigError(
+                'activation_checkpointing.policy "auto" traces the layers on a sample, and there is none; pass sample_input= '
+                "(the inputs of one micro-batch) to PipelineModule, on every rank, or use another policy"
+            )
+        budget = budget_of(config.activation_checkpointing.memory_budget, self._context)
+        splits, in_flight = self._held_in_flight(config)
+        traces = trace_policies(self._layers, self._sample, config, self._context)
+        options = [options_of(traces, k, splits) for k in range(len(self._layers))]
+        options = [[o for o in own if p in ("auto", o.policy)] for own, p in zip(options, self._policies, strict=True)]
+        where = partition.bounds, self._placement
+        choice = choose(options, *where, self._state(config), in_flight, budget)
+        chosen, held = all_gather_object(choice, self._context.groups.control)[0]
+        if self._context.groups.rank == 0:
+            what = f"recomputation for {budget / 2**30:.4g} GiB:\n{describe_choice(chosen, *where, held)}"
+            (logger.info if max(held) <= budget else logger.warning)("%s", what)
+        return ReadOnlyMapping({str(k): p for k, p in enumerate(chosen) if p != "none"} | {"default": "none"})
+
+    def _held_in_flight(self, config: Config) -> tuple[bool, InFlight]:
+        """Return whether the configured schedule defers weight gradients, and what its micro-batches in flight hold."""
+        given, counts = config.pipeline, self._in_flight(config)
+        if given.schedule == "auto":
+            return True, lambda stage, saved, deferred: sum(
+                counts[c] * max(nbytes, deferred.get(c, 0)) for c, nbytes in saved.items()
+            )
+        program = self._settings.program(given, self._num_micro_batches(config))
+
+        def held(stage: int, saved: Mapping[int, int], deferred: Mapping[int, int]) -> int:
+            chunks = {c: ChunkBytes(saved=nbytes, deferred=deferred.get(c, 0)) for c, nbytes in saved.items()}
+            return max(bytes_in_flight(program.instructions[stage], chunks))
+
+        return any(i.op is Op.BACKWARD_WEIGHT for own in program.instructions for i in own), held
 
     def _costs(self) -> list[float]:
         method = self._settings.partition_method
@@ -163,14 +204,16 @@ class LayerSplitter:
 
     def _in_flight(self, config: Config) -> list[int]:
         """Return, for each chunk, the largest number of micro-batches whose activations it holds in the configured program."""
-        settings, groups, given = self._settings, self._context.groups, config.pipeline
-        sizes = batch_sizes(config, pipe=settings.num_stages, data=groups.data.size, model=groups.model.size)
-        num_micro_batches = sizes.num_micro_batches
+        settings, given, num_micro_batches = self._settings, config.pipeline, self._num_micro_batches(config)
         if given.schedule == "auto":
             # No planned program exceeds this number on a stage, and so none does on a single chunk.
             most = ceil((given.max_in_flight or DEFAULT_MAX_IN_FLIGHT) * settings.num_stages)
             return [min(most, num_micro_batches)] * len(self._placement)
         return most_in_flight(settings.program(given, num_micro_batches))
+
+    def _num_micro_batches(self, config: Config) -> int:
+        stages, groups = self._settings.num_stages, self._context.groups
+        return batch_sizes(config, pipe=stages, data=groups.data.size, model=groups.model.size).num_micro_batches
 
 
 def step_length(given: PipelineConfig, num_stages: int, num_chunks: int, kind: str, costs: Sequence[float]) -> float:

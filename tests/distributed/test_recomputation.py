@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,13 +22,17 @@ from layouts import (
     run_steps,
     specs,
 )
+from ranks import RankError
 from reference import Item, Reference
 from torch import Tensor, nn
 
 import parallel3d
 from parallel3d.autograd.recomputation import Checkpointer
+from parallel3d.comm.environment import get_world_size
 from parallel3d.errors import ConfigError
+from parallel3d.models import DecoderConfig, causal_lm_loss, decoder
 from parallel3d.pipe import PipelineModule
+from parallel3d.pipe.layer_choice import policy_rule
 
 HIDDEN, STEPS, ACCUMULATION = 8, 2, 3
 CALLS: Counter[int] = Counter()
@@ -171,6 +177,87 @@ def test_a_function_of_the_users_runs_the_groups(run_ranks):
     assert plain == dict.fromkeys(range(8), forwards)
     assert recomputing == dict.fromkeys(range(8), 2 * forwards)
     assert configured
+
+
+Memory = dict[str, tuple[int, int]]
+
+
+def train_decoder(
+    schedule: str, policy: Any, budget: float | None, compiled: bool = False
+) -> tuple[list[float], list[str], dict[int, int], Memory]:
+    """Losses, and of this rank the policies of its layers, what each layer holds, and its memory."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "steps_per_print": None,
+        "pipeline": {"stages": get_world_size(), "schedule": schedule, "partition": "uniform"},
+        "activation_checkpointing": {"policy": policy, "memory_budget": budget},
+        "compile": {"enabled": compiled, "backend": "aot_eager", "layers": ["Block"]},
+    }
+    sizes = DecoderConfig(vocab_size=32, hidden_size=32, ffn_size=80, num_layers=6, num_heads=4, max_positions=64)
+    tokens = torch.randint(32, (2, 65), generator=torch.Generator().manual_seed(0))
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    sample = {"sample_input": inputs, "sample_labels": labels}
+    module = PipelineModule(decoder(sizes), loss_fn=causal_lm_loss, seed_layers=True, config=config, **sample)
+    engine, *_ = parallel3d.initialize(model=module, config=config)
+    data = own_iterator(engine, [(inputs, labels)] * 3 * ACCUMULATION)
+    losses = [float(engine.train_batch(data)) for _ in range(2)]
+    engine.reports.profile_next_batch("memory")
+    losses.append(float(engine.train_batch(data)))
+    rule = policy_rule(None, module.policies, module.layer_names)
+    policies = [rule(k, None) for chunk in module.own_chunks for k in module.partition.layers(chunk)]
+    held = {k: nbytes for (k,), _, nbytes in engine.reports.layer_memory()[module.groups.rank]}
+    return losses, policies, held, engine.reports.memory_report()[module.groups.rank]
+
+
+@pytest.mark.parametrize(("ranks", "schedule"), [(1, "1f1b"), (2, "zb-h1")])
+def test_auto_fits_its_budget_and_changes_no_number(run_ranks, ranks: int, schedule: str):
+    """In a pipeline, without what gloo holds of messages until the batch ends."""
+
+    def most(report: Memory) -> int:
+        return report["backward"][1] if ranks == 1 else report["steady"][1] + report["activations"][1]
+
+    plain = run_ranks(ranks, train_decoder, schedule, "none", None)
+    budget = 0.9 * max(most(report) for *_, report in plain)
+    chosen = run_ranks(ranks, train_decoder, schedule, "auto", budget / 2**30)
+    assert [losses for losses, *_ in chosen] == [losses for losses, *_ in plain]
+    assert any(len(set(policies)) > 1 for _, policies, *_ in chosen)
+    assert 0.75 * budget < max(most(report) for *_, report in chosen) <= budget
+    with pytest.raises(RankError, match=r'"auto" traces the layers on a sample.* pass sample_input='):
+        run_ranks(ranks, train, {}, 0.0, 1, {"activation_checkpointing": {"policy": "auto", "memory_budget": 1}})
+
+
+def test_the_report_tells_what_each_layer_holds_under_its_policy(run_ranks):
+    policy = {"Block": "cheap", "1": "full", "2": "none", "3": "attention"}
+    ((_, policies, held, _),) = run_ranks(1, train_decoder, "1f1b", policy, None)
+    assert policies == ["none", "full", "none", "attention", "cheap", "cheap", "cheap", "none", "none"]
+    element, products = (
+        2 * 64 * 4,
+        5 * 32 + 2 * 80,
+    )  # bytes of one a position; input, queries, keys, values, sum, gate and up
+    wanted = {1: 32, 3: products, 4: products + 32 + 4}
+    assert {k: held[k] // element for k in wanted} == wanted
+    assert held[2] > held[4] == held[5]
+    ((_, _, compiled, _),) = run_ranks(1, train_decoder, "1f1b", {"Block": "cheap"}, None, True)
+    assert compiled[4] // element == wanted[4]
+
+
+def bench() -> list[dict[str, Any]]:
+    sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
+    import recomputation
+    from planned_run import model_of
+
+    model = model_of("tiny", {"bf16": {"enabled": True}})
+    return recomputation.measure(model, recomputation.Workload("tiny", 64, 2, 2, 1, 1), "eager", False)
+
+
+def test_the_benchmark_measures_what_is_predicted(run_ranks):
+    (rows,) = run_ranks(1, bench)
+    held = {row["policy"]: row["gib"] for row in rows}
+    assert held == pytest.approx({row["policy"]: row["predicted_gib"] for row in rows}, rel=0.03)
+    assert held["none"] > held["cheap"] > held["attention"] > held["full"] > 0
+    assert all(len(row["ms"]) == 1 for row in rows)
 
 
 def refusal(arguments: dict[str, Any], pipeline: dict[str, Any]) -> str:

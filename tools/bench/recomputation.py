@@ -29,6 +29,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 
 import plan_accuracy
 import torch
+from accuracy import peak_errors
 from host import cuda_version, find_gpus
 from results import as_markdown, as_text
 from run import describe_run, split_names
@@ -45,6 +46,7 @@ HOW = ("eager", "compiled")
 # Words of the layout of each policy, and of each model whose peaks are measured.
 WORDS = {"none": "", "cheap": ",cheap", "attention": ",attention", "full": ",ckpt1"}
 LAYOUTS = {"1b": "m2,mb4", "3b": "m2"}
+LIMIT = 0.03  # of the error of predicted peaks
 GIB = 2**30
 
 
@@ -112,6 +114,7 @@ class Blocks:
         # What a GPU multiplies sets its power, and so its clock: not constants.
         values = (torch.randn(shape, generator=generator) for _ in range(2))
         self._x, self._gradient = (v.to(self._engine.device, torch.bfloat16) for v in values)
+        self._x.requires_grad_()  # as what another block returns
 
     def _forward(self) -> Tensor:
         y: Tensor = self._engine(self._x)
@@ -120,6 +123,7 @@ class Blocks:
     def _backward(self, y: Tensor) -> None:
         self._engine.backward((y * self._gradient).sum())
         self._engine.step()
+        self._x.grad = None
 
     def held(self) -> int:
         """Return the bytes that a forward of all blocks leaves allocated, its output among them."""
@@ -210,7 +214,11 @@ def measure_peaks(models: Sequence[str], args: argparse.Namespace) -> int:
     layouts = [f"{model}:{LAYOUTS[model]}{words}" for model in models for words in WORDS.values()]
     out = args.out.with_name(f"{args.out.stem}_peaks.json")
     words = ["--layouts", *layouts, "--steps", "2", "--out", str(out)]
-    return plan_accuracy.main([*words, *(["--commit", args.commit] if args.commit else [])])
+    status = plan_accuracy.main([*words, *(["--commit", args.commit] if args.commit else [])])
+    rows = json.loads(out.read_text(encoding="utf-8"))["evaluation"]["rows"]
+    worst = max((abs(error) for row in rows for error in peak_errors(row)), default=0.0)
+    print(f"Peaks are {worst:.1%} off at most ({'limit' if worst <= LIMIT else 'MORE THAN'} {LIMIT:.0%}).")
+    return status
 
 
 def main() -> int:

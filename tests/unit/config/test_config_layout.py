@@ -67,6 +67,7 @@ def test_files_of_earlier_versions_have_another_name_of_tensor_parallel_ranks():
 @given(layouts)
 def test_words_are_read_as_what_was_written(layout: Layout):
     layout = layout if layout.schedule != "zbv" else layout.model_copy(update={"placement": "v"})
+    layout = layout if layout.recompute else layout.model_copy(update={"policy": None})
     assert parse_layout(layout.text).complete() == layout
 
 
@@ -97,6 +98,9 @@ def test_these_words_are_the_usual_ones(words: str):
         ("", "unknown word ''. Known are"),
         ("8", "unknown word '8'. Known are"),
         ("pp2,tp0", "'tp0' asks for no tensor-parallel ranks; give tp1 or more, or leave it out"),
+        ("pp2,full", "unknown word 'full'. As policy of recomputation it is 'ckpt1'. Known are"),
+        ("ckpt0,cheap", "'cheap' recomputes a part of layers, ckpt0 none; leave one out"),
+        ("cheap,attention", "'attention' sets the policy a second time"),
         ("dp2,pp2,dp4", "'dp4' sets the replicas a second time; give one of them"),
         ("pp-2", "unknown word 'pp-2'"),
     ],

@@ -41,10 +41,14 @@ def test_a_choice_that_no_layer_meets_is_an_error(choice: Any, message: str):
         choice_rule(choice, NAMES, "compile.layers")
 
 
-def test_policies_are_by_class_names():
+def test_policies_are_by_class_names_and_numbers():
     every = policy_rule(None, {"Block": "cheap", "default": "attention", "Head": "none"}, NAMES)
     assert [every(k, None) for k in range(4)] == ["attention", "cheap", "attention", "none"]
     some = policy_rule("Block", {"MLPBlock": "full"}, NAMES)
     assert [some(k, None) for k in range(4)] == ["none", "none", "full", "none"]
     with pytest.raises(ConfigError, match=r"activation_checkpointing.policy names 'Blok'.* Did you mean 'Block'"):
         policy_rule(None, {"Blok": "cheap", "default": "none"}, NAMES)
+    numbered = policy_rule(None, {"Block": "cheap", "1": "full", "3": "attention"}, NAMES)
+    assert [numbered(k, None) for k in range(4)] == ["none", "full", "none", "attention"]
+    with pytest.raises(ConfigError, match="names layer 4, but the layers have the numbers 0 to 3"):
+        policy_rule(None, {"4": "cheap"}, NAMES)

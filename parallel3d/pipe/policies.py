@@ -1,0 +1,208 @@
+"""Policy "auto": what the backward of each layer recomputes, so that every stage fits a budget of memory at the least cost.
+
+Each step gives one layer the policy that costs the least time for the memory it saves. Work and memory are those of the
+layers' traces (costs/model_traces.py), on which the planner's predictions rest too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from parallel3d.comm.collectives import all_gather_object
+from parallel3d.config import SELECTIVE, Config, RecomputationPolicy
+from parallel3d.costs.layer_costs import Sample
+from parallel3d.costs.layer_profile import LayerProfile, recomputed
+from parallel3d.costs.model_traces import ModelTraces, TracedModel, rows_of
+from parallel3d.errors import ConfigError, PartitionError
+from parallel3d.specs import BuildContext, Layer
+
+# Of H100s, by devices.yaml: FLOP/s of matrix products and of attention, bytes/s of other kernels and of links. Only their
+# ratios count.
+_GEMMS, _ATTENTION, _MOVES, _LINKS = 790e12, 365e12, 2e12, 320e9
+_SHARE = 0.9  # of a device's memory, without memory_budget: the rest is for what tensors don't take
+
+# (stage, bytes that a micro-batch holds on each chunk until its backward, and with deferred weight gradients) -> most bytes.
+InFlight = Callable[[int, Mapping[int, int], Mapping[int, int]], int]
+Traces = Mapping[RecomputationPolicy, Sequence[LayerProfile]]
+
+
+@dataclass(frozen=True)
+class Option:
+    """A layer under a policy.
+
+    seconds: what a micro-batch's recomputation takes. Bytes of a micro-batch: saved for its backward, the layer's inputs
+    included; deferred, held for weight gradients after it; within, what its backward takes besides.
+    """
+
+    policy: RecomputationPolicy
+    seconds: float
+    saved: int
+    deferred: int
+    within: int
+
+
+def trace_policies(layers: Sequence[Layer], sample: Sample, config: Config, context: BuildContext) -> Traces:
+    """Return the layers' profiles under each policy. Raises PartitionError for a layer that can't be traced."""
+    device = context.device.type
+    model = TracedModel(sample.loss_fn, (sample.inputs, sample.labels), config, device)
+    on_meta = device == "cuda" and model.precision.autocast is None
+    slicing = context.groups.model.size, context.sequence_parallel
+    for is_meta in (True, False) if on_meta else (False,):
+        try:
+            traces = ModelTraces(model, *slicing, is_meta)
+            rows = rows_of(model.sample)
+            plain = traces.profiles(layers, None, rows)
+            cheap, attention = (traces.profiles(layers, policy, rows) for policy in SELECTIVE)
+            again = [recomputed(profile) for profile in plain]
+            return {"none": plain, "cheap": cheap, "attention": attention, "full": again}
+        except PartitionError:
+            if not is_meta:
+                raise
+    raise AssertionError
+
+
+def options_of(traces: Traces, k: int, splits: bool) -> list[Option]:
+    """Return layer k under each policy, "none" first. splits: whether weight gradients are deferred."""
+    plain = _seconds_of(traces["none"][k])
+    options = []
+    for policy, profiles in traces.items():
+        profile = profiles[k]
+        held, every = profile.held(splits), policy == "full"
+        own, kept = (0, range(len(profile.inputs))) if every else (held.saved.own, held.saved.inputs)
+        saved, within = own + sum(profile.inputs[i] for i in kept), held.backward_peak - own
+        if profile.loss is not None:  # which is in no recomputed region
+            loss = profile.loss.whole
+            saved += loss.saved.own + sum(profile.loss.inputs[i] for i in loss.saved.inputs)
+            within = max(within, loss.forward_peak, loss.backward_peak - loss.saved.own)
+        outputs = [boundary.nbytes for boundary in profile.outputs if boundary.requires_grad]
+        later = held.deferred
+        deferred = later.own + sum(profile.inputs[i] for i in later.inputs)
+        deferred += sum(outputs[i] for i in later.output_gradients)
+        options.append(Option(policy, _seconds_of(profile) - plain, saved, splits * deferred, within))
+    return options
+
+
+def _seconds_of(profile: LayerProfile) -> float:
+    work = profile.forward + profile.backward
+    return (
+        work.gemm_flops / _GEMMS
+        + work.attention_flops / _ATTENTION
+        + (work.moved + work.operands + work.weights) / _MOVES
+        + sum(collective.nbytes for collective in work.collectives) / _LINKS
+    )
+
+
+def choose(
+    options: Sequence[Sequence[Option]],
+    bounds: Sequence[int],
+    placement: Sequence[int],
+    state: Sequence[int],
+    in_flight: InFlight,
+    budget: float,
+) -> tuple[list[RecomputationPolicy], list[int]]:
+    """Return each layer's policy, and the bytes of each stage, which may be more than the budget if nothing more can be saved.
+
+    - options: of each layer, the first of which saves nothing. bounds, placement: of the chunks in layers, and their stages.
+    - state: bytes of each layer that don't depend on micro-batches.
+    """
+    chosen, found = [own[0] for own in options], []
+    for stage in range(max(placement) + 1):
+        chunks = {c: range(bounds[c], bounds[c + 1]) for c, s in enumerate(placement) if s == stage}
+        least = _Stage(options, chunks, state, partial(in_flight, stage)).fit(budget)
+        found.append(least.nbytes())
+        for k, option in least.chosen.items():
+            chosen[k] = option
+    return [option.policy for option in chosen], found
+
+
+class _Stage:
+    """Layers of a stage's chunks, each under one of its options."""
+
+    def __init__(
+        self,
+        options: Sequence[Sequence[Option]],
+        chunks: Mapping[int, range],
+        state: Sequence[int],
+        in_flight: Callable[[Mapping[int, int], Mapping[int, int]], int],
+    ):
+        self._chunks, self._in_flight = chunks, in_flight
+        self._options = {k: options[k] for own in chunks.values() for k in own}
+        self.chosen = {k: own[0] for k, own in self._options.items()}
+        self._state = sum(state[k] for k in self.chosen)
+        # A chunk counts as often as it has micro-batches in flight.
+        self._times = {k: max(1, in_flight({c: 1}, {})) for c, own in chunks.items() for k in own}
+
+    def nbytes(self) -> int:
+        """Return the most bytes that the stage takes."""
+        saved = {c: sum(self.chosen[k].saved for k in own) for c, own in self._chunks.items()}
+        deferred = {c: sum(self.chosen[k].deferred for k in own) for c, own in self._chunks.items()}
+        within = max((option.within for option in self.chosen.values()), default=0)
+        return self._state + self._in_flight(saved, deferred) + within
+
+    def fit(self, budget: float) -> _Stage:
+        """Save memory, the cheapest first, until the stage fits; then give back what turns out to be too much.
+
+        A single policy of all layers is taken where it fits and is cheaper, or where nothing fits and it saves more.
+        """
+        found = [dict(self.chosen)]
+        while self.nbytes() > budget and (moves := list(self._moves())):
+            _, k, option = min(moves, key=lambda move: move[:2])
+            self.chosen[k] = option
+            found.append(dict(self.chosen))
+        found += [
+            {k: next((o for o in own if o.policy == policy), own[0]) for k, own in self._options.items()}
+            for policy in dict.fromkeys(option.policy for own in self._options.values() for option in own)
+        ]
+        self.chosen = min(found, key=partial(self._rank, budget))
+        for k, option in sorted(self.chosen.items(), key=lambda item: -item[1].seconds):
+            for other in sorted(self._options[k], key=lambda other: other.seconds):
+                self.chosen[k] = other
+                if other is option or self.nbytes() <= budget:
+                    break
+        return self
+
+    def _rank(self, budget: float, chosen: dict[int, Option]) -> tuple[bool, float]:
+        """Order choices: those that fit by their seconds, then the others by their bytes."""
+        self.chosen = chosen
+        nbytes = self.nbytes()
+        return nbytes > budget, nbytes if nbytes > budget else sum(option.seconds for option in chosen.values())
+
+    def _moves(self) -> Iterator[tuple[float, int, Option]]:
+        """Yield (seconds for each byte, layer, option) of the options that save more."""
+        for k, now in self.chosen.items():
+            for option in self._options[k]:
+                saved = self._times[k] * (now.saved - option.saved)
+                if saved > 0:
+                    yield (option.seconds - now.seconds) / saved, k, option
+
+
+def budget_of(given: float | None, context: BuildContext) -> float:
+    """Return the bytes that the tensors of a rank may take, of all ranks the least. given: memory_budget. Collective."""
+    device = context.device
+    if device.type == "cuda":
+        share = _SHARE if given is None else given
+        own = share * torch.cuda.mem_get_info(device)[1] if share <= 1 else share * 2**30
+    elif given is None:
+        raise ConfigError(
+            'activation_checkpointing.policy "auto" needs memory_budget in GiB where tensors are on the CPU'
+        )
+    else:
+        own = given * 2**30
+    return min(all_gather_object(own, context.groups.control))
+
+
+def describe_choice(
+    policies: Sequence[RecomputationPolicy], bounds: Sequence[int], placement: Sequence[int], held: Sequence[int]
+) -> str:
+    """Format how many layers of each stage have each policy, and the bytes of its tensors."""
+    lines = []
+    for stage, nbytes in enumerate(held):
+        own = [policies[k] for c, s in enumerate(placement) if s == stage for k in range(bounds[c], bounds[c + 1])]
+        counts = ", ".join(f"{number} {policy}" for policy, number in Counter(own).items())
+        lines.append(f"stage {stage}: layers {counts}; {nbytes / 2**30:.4g} GiB")
+    return "\n".join(lines)

@@ -1,0 +1,56 @@
+"""Policy "auto": what it chooses fits, and takes no longer than the best single policy that fits, by trying all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import product
+
+import pytest
+
+from parallel3d.pipe.policies import Option, choose
+from parallel3d.schedule.builders import build, placement_of
+from parallel3d.schedule.memory import ChunkBytes, bytes_in_flight
+
+# Of a 7b block: ms and MiB. Attention is dear, as with long sequences: no single layer should stop there.
+BLOCK = [
+    Option("none", 0.0, 502, 480, 199),
+    Option("cheap", 0.5, 356, 480, 346),
+    Option("attention", 2.5, 324, 480, 377),
+    Option("full", 3.6, 31, 480, 670),
+]
+HEAD = [Option("none", 0.0, 275, 0, 488)]
+PLACES = {"1f1b": (2, 1, "loop"), "zbv": (2, 2, "v"), "interleaved": (2, 2, "loop")}
+
+
+@pytest.mark.parametrize("schedule", PLACES)
+def test_the_choice_fits_at_the_least_cost(schedule: str):
+    stages, chunks, kind = PLACES[schedule]
+    program, placement = build(schedule, stages, 4, chunks, kind), placement_of(kind, stages, chunks)
+    options = [BLOCK] * 4 + [HEAD]
+    bounds = [0, 2, 5] if chunks == 1 else [0, 1, 2, 3, 5]
+    state = [100] * 5
+
+    def in_flight(stage: int, saved: Mapping[int, int], deferred: Mapping[int, int]) -> int:
+        held = {c: ChunkBytes(saved=nbytes, deferred=deferred.get(c, 0)) for c, nbytes in saved.items()}
+        return max(bytes_in_flight(program.instructions[stage], held))
+
+    def needs(chosen: tuple[Option, ...]) -> list[int]:
+        single = [[option] for option in chosen]
+        return choose(single, bounds, placement, state, in_flight, 0.0)[1]
+
+    uniform = [tuple(next((o for o in own if o.policy == p.policy), own[0]) for own in options) for p in BLOCK]
+    every = [(sum(o.seconds for o in chosen), max(needs(chosen))) for chosen in product(*options)]
+    mixed = 0
+    for budget in range(min(max(needs(chosen)) for chosen in uniform), max(needs(uniform[0])) + 200, 150):
+        policies, held = choose(options, bounds, placement, state, in_flight, budget)
+        chosen = tuple(next(o for o in own if o.policy == p) for own, p in zip(options, policies, strict=True))
+        seconds = sum(option.seconds for option in chosen)
+        assert max(held) <= budget
+        assert held == needs(chosen)
+        assert seconds <= min(sum(o.seconds for o in one) for one in uniform if max(needs(one)) <= budget)
+        # No more than what one layer of each stage may take too much, as it can't be divided.
+        assert seconds <= min(cost for cost, nbytes in every if nbytes <= budget) + stages * BLOCK[-1].seconds
+        mixed += len({option.policy for option in chosen if option in BLOCK}) > 1
+    assert mixed
+    _, held = choose(options, bounds, placement, state, in_flight, 0.0)
+    assert max(held) <= min(max(needs(chosen)) for chosen in uniform)
