@@ -40,6 +40,7 @@ class Size:
 
 SIZES = {
     "tiny": Size(layers=8, hidden=64, heads=4, ffn=176, vocab=256, seq=32),
+    "125m": Size(layers=12, hidden=768, heads=12, ffn=2048, vocab=32000, seq=1024),
     "1b": Size(layers=24, hidden=2048, heads=16, ffn=5504, vocab=32000, seq=2048),
     "3b": Size(layers=32, hidden=2560, heads=20, ffn=6912, vocab=32000, seq=4096),
     "7b": Size(layers=32, hidden=4096, heads=32, ffn=11008, vocab=32000, seq=4096),

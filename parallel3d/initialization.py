@@ -23,6 +23,7 @@ from parallel3d.models.huggingface.meta import read_when_needed
 from parallel3d.optim import build_optimizer, build_scheduler
 from parallel3d.pipe.batch import make_loader
 from parallel3d.pipe.data import RepeatingLoader
+from parallel3d.pipe.layer_choice import policy_rule
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.pipe.settings import checkpoint_interval
 from parallel3d.pipe.single_stage import SingleStageModule
@@ -173,8 +174,10 @@ def _check_module(model: PipelineModule, config: Config) -> None:
     built = {"size": model.groups.model.size, **vars(model.settings)}
     if not isinstance(model, SingleStageModule):
         # As DeepSpeed's engine sets them in a module that has been built. Random masks are seeded by layer anyway.
-        if built["activation_checkpoint_interval"] == 0 and (interval := checkpoint_interval(config)):
-            model.calls.recompute_every(interval)
+        policy = config.activation_checkpointing.policy or built["checkpoint_policy"]
+        interval = built["activation_checkpoint_interval"] or checkpoint_interval(config) or 0
+        model.calls.recompute(interval, policy_rule(None, policy, model.layer_names))
+        if built["activation_checkpoint_interval"] == 0 < interval:
             del built["activation_checkpoint_interval"]
         if not built["seed_layers"]:
             del built["seed_layers"]

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch._dynamo  # which optimizers import
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 import parallel3d.initialization  # noqa: F401 (the ranks' imports)
 
@@ -83,6 +84,8 @@ def forget(packages: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     subprocess_handler.Popen = fork_rank
+    # For each event, which goes nowhere, torch walks the stack and all modules: seconds of a processor where there are many.
+    dynamic_rendezvous.get_method_name = str
     del sys.argv[0]
     if importlib.util.find_spec("deepspeed") is not None:
         forget(["accelerate", "transformers", "peft"])

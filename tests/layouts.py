@@ -59,6 +59,11 @@ class Layout:
         return 3 if self.accumulation == 1 else 2
 
     @property
+    def num_blocks(self) -> int:
+        """Number of blocks of the model, which has 4 layers more than twice as many: a layer for each chunk, or two."""
+        return 2 if self.pp * self.chunks <= 6 else 5
+
+    @property
     def is_valid(self) -> bool:
         """Whether this schedule runs so many chunks, so placed."""
         if self.schedule == "zbv":
@@ -150,7 +155,8 @@ def worth(layout: Layout, num_pairs: int) -> float:
     A schedule on one stage and a ZeRO stage on one replica show little of what they do.
     """
     shown = 0.55 if 1 in (layout.pp, layout.dp) else 1.0
-    return shown * num_pairs / (layout.pp * layout.dp + layout.num_steps * layout.dp * layout.accumulation / 2) ** 0.5
+    micro_batches = layout.num_steps * layout.dp * layout.accumulation
+    return shown * num_pairs / (layout.pp * layout.dp + 1 + micro_batches / 3) ** 0.8
 
 
 @cache
@@ -284,7 +290,7 @@ def train(layout: Layout, **config: Any) -> Run:
     recomputed = layout.checkpointing if isinstance(layout.checkpointing, str) else None
     torch.manual_seed(TORCH_SEED)
     engine = make_engine(
-        toy.model(layout.tied, dropout=layout.dropout),
+        toy.model(layout.tied, layout.num_blocks, layout.dropout),
         optimizer=layout.optimizer,
         accumulation=layout.accumulation,
         clipping=CLIPPING if layout.clipping else 0.0,
@@ -322,11 +328,18 @@ def run_reference(reference: Reference, micro_batches: Sequence[Any], per_step: 
 
 @cache
 def reference_run(
-    steps: int, per_step: int, tied: bool, data: str, clipping: bool, optimizer: str, dropout: float
+    steps: int,
+    per_step: int,
+    tied: bool,
+    data: str,
+    clipping: bool,
+    optimizer: str,
+    dropout: float,
+    num_blocks: int = 5,
 ) -> Run:
     """Return the result that `train` must have in any layout with `steps` steps of `per_step` micro-batches."""
     clip = CLIPPING if clipping else 0.0
-    model = toy.model(tied, dropout=dropout)
+    model = toy.model(tied, num_blocks, dropout)
     reference = Reference(model, toy.cross_entropy, make_optimizer(optimizer), clip, BASE_SEED, enter=enter_layer)
     return run_reference(reference, [toy.micro_batch(g, data) for g in range(steps * per_step)], per_step)
 
@@ -334,7 +347,7 @@ def reference_run(
 def check_layout(layout: Layout, ranks: Sequence[Run]) -> None:
     """`check` of what `train` returned on all ranks."""
     steps, per_step = layout.num_steps, layout.dp * layout.accumulation
-    model = (layout.tied, layout.data, layout.clipping, layout.optimizer, layout.dropout)
+    model = (layout.tied, layout.data, layout.clipping, layout.optimizer, layout.dropout, layout.num_blocks)
     wanted = reference_run(steps, per_step, *model)
     assert not layout.clipping or min(wanted[1]) > CLIPPING, "clipping must have an effect to be tested"
     check(ranks, wanted, layout.dp)

@@ -180,3 +180,25 @@ class RankPool:
     def close(self) -> None:
         self._stop_workers()
         self._folder.cleanup()
+
+
+class RankPools:
+    """A pool for each number of ranks.
+
+    torch counts the rendezvous of symmetric memory in each process, and ranks whose counts differ wait for each other forever:
+    a rank that has served worlds of two can't meet one that hasn't.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._pools: dict[int, RankPool] = {}
+
+    def run(self, n: int, function: Callable[..., Any], *args: Any, **limits: float) -> list[Any]:
+        """RankPool.run."""
+        if n not in self._pools:
+            self._pools[n] = RankPool(self._device)
+        return self._pools[n].run(n, function, *args, **limits)
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()

@@ -61,6 +61,10 @@ class Port:
         edges = iter(node.next_functions if needed else ())
         self._edges = [None if p is None else next(edges) for p in self._parameters]
 
+    def leads_to(self, weight: Tensor | None, bias: Tensor | None) -> bool:
+        """Return whether gradients still come to these parameters, and not to others that they have replaced."""
+        return all(p is None or p is now for p, now in zip(self._parameters, (weight, bias), strict=False))
+
     @property
     def is_reached(self) -> bool:
         """Whether the backward under way needs gradients of the parameters."""

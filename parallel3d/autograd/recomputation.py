@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from parallel3d.autograd.selective import selective_contexts
 from parallel3d.comm.clock import Clock, clock_of
 from parallel3d.comm.transfers import Copy, Transfers
-from parallel3d.config import SELECTIVE, ActivationCheckpointingConfig
+from parallel3d.config import SELECTIVE, ActivationCheckpointingConfig, RecomputationPolicy
 from parallel3d.errors import ExecutionError
 
 # Marks kept before they are read: with `profile`, if `times` is never called, the host waits once per this number of regions.
@@ -59,21 +59,28 @@ class Checkpointer:
     ):
         self.settings = settings or ActivationCheckpointingConfig()
         self._offload = HostOffload(transfers or Transfers()) if self.settings.cpu_checkpointing else None
-        policy = self.settings.policy
-        selective = policy in SELECTIVE
-        self._options: dict[str, Any] = (
-            {"context_fn": partial(selective_contexts, policy == "cheap")} if selective else {}
-        )
         self._clock = clock
         self._marks: list[tuple[bool, Any, Any]] = []
         self._times = RecomputationTimes()
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run function(*args, **kwargs), and once more in its backward: it must compute the same from the same arguments."""
+        """Run function(*args, **kwargs), and once more in its backward: it must compute the same from the same arguments.
+
+        What the backward computes again is the settings' policy; all, unless that is one of SELECTIVE.
+        """
+        return self._run(self.settings.policy, function, *args, **kwargs)
+
+    def under(self, policy: RecomputationPolicy) -> Callable[..., Any]:
+        """Return what runs functions as this object does, by a policy in place of the settings'."""
+        return partial(self._run, policy)
+
+    def _run(self, policy: object, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         leaves, tree = tree_flatten((args, kwargs))
         num_leaves, ran = len(leaves), False
+        contexts = {"context_fn": partial(selective_contexts, policy == "cheap")}
+        options: dict[str, Any] = contexts if policy in SELECTIVE else {}
         failed: list[Exception] = []
 
         def region(*leaves: Any) -> Any:
@@ -93,7 +100,7 @@ class Checkpointer:
             # torch restores the random state of the GPUs that arguments lie on: the current one's always.
             leaves.append(torch.empty(0, device="cuda"))
         with self._offload.region(leaves) if self._offload is not None else nullcontext():
-            output = torch.utils.checkpoint.checkpoint(region, *leaves, use_reentrant=False, **self._options)
+            output = torch.utils.checkpoint.checkpoint(region, *leaves, use_reentrant=False, **options)
         if failed:
             raise failed.pop()
         return output

@@ -7,6 +7,7 @@ but ZeRO gathers weights in one or the other. arXiv:2205.05198, section 5, recom
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,12 +20,14 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from parallel3d.errors import ExecutionError
 
 _PRODUCTS = frozenset(
     "mm addmm bmm baddbmm addbmm mv addmv dot convolution _scaled_mm _grouped_mm _scaled_grouped_mm".split()
 )
+_ELEMENT_WISE = frozenset({"swiglu"})  # of other namespaces than torch's
 
 
 @dataclass
@@ -116,11 +119,8 @@ class _Operators(TorchDispatchMode):
         self, operator: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run an operator."""
-        kwargs, name = kwargs or {}, operator.overloadpacket.__name__
-        attends = (
-            self._keeps_attention and ("attention" in name or "attn" in name) and not _drops(operator, args, kwargs)
-        )
-        keeps = not self._is_inside and (name in _PRODUCTS or attends)
+        kwargs = kwargs or {}
+        keeps = not self._is_inside and _is_kept(operator, self._keeps_attention, args, kwargs)
         return self.run(operator, lambda: operator(*args, **kwargs)) if keeps else operator(*args, **kwargs)
 
     def run(self, what: object, compute: Callable[[], Any], saves: int = 0) -> Any:
@@ -148,10 +148,49 @@ def kept(what: str, compute: Callable[[], Sequence[Tensor]], saves: int) -> tupl
     return results
 
 
-def selective_contexts(keeps_attention: bool) -> tuple[_Operators, _Operators]:
+def selective_contexts(keeps_attention: bool) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return contexts for a region's forward and for its recomputation: `context_fn` of torch.utils.checkpoint.checkpoint."""
+    if torch.compiler.is_compiling():
+        contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(partial(_choice_in_graph, keeps_attention))
+        return contexts
     region = _Region()
     return _Operators(region, keeps_attention, False), _Operators(region, keeps_attention, True)
+
+
+def recomputed_in_graph(function: Callable[..., Any], keeps_attention: bool) -> Callable[..., Any]:
+    """Return `function` for torch.compile: the backward of its graph recomputes what a selective region does.
+
+    Without it the graph of a layer keeps the operands of all products, which the compiler recomputes for none.
+    """
+    # A graph has no in-place operators left, of which torch warns at each first compilation.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+
+    def run(*args: Any) -> Any:
+        return checkpoint(function, *args, use_reentrant=False, context_fn=partial(selective_contexts, keeps_attention))
+
+    return run
+
+
+def _choice_in_graph(
+    keeps_attention: bool, region: object, operator: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    if not isinstance(operator, OpOverload) or _is_kept(operator, keeps_attention, args, kwargs):
+        return CheckpointPolicy.MUST_SAVE
+    name, foreign = operator.overloadpacket.__name__, operator.namespace not in ("aten", "prims")
+    if _attends(name) and not _drops(operator, args, kwargs):
+        return CheckpointPolicy.MUST_RECOMPUTE  # the compiler by itself recomputes none
+    # Random masks; products and communication of this package, each in an operator.
+    is_kept = torch.Tag.nondeterministic_seeded in operator.tags or (foreign and name not in _ELEMENT_WISE)
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_kept(operator: OpOverload, keeps_attention: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    name = operator.overloadpacket.__name__
+    return name in _PRODUCTS or (keeps_attention and _attends(name) and not _drops(operator, args, kwargs))
+
+
+def _attends(name: str) -> bool:
+    return "attention" in name or "attn" in name
 
 
 def _drops(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -176,8 +176,13 @@ class GradientSink:
             else:
                 parameter.grad = None
 
-    def touched(self) -> set[nn.Parameter]:
-        """Return the parameters to whose accumulators anything was added since `open`."""
+    def touched(self, replayed: Iterable[nn.Parameter] = ()) -> set[nn.Parameter]:
+        """Return the parameters to whose accumulators anything was added since `open`.
+
+        replayed: those to which the replay of a CUDA graph has just added.
+        """
+        for parameter in replayed:
+            self._ledger[parameter].touched = self._ledger[parameter].holds_gradient = True
         return {parameter for parameter, entry in self._ledger.items() if entry.touched}
 
     def collect(self, parameters: Sequence[nn.Parameter], keep: bool) -> set[int]:

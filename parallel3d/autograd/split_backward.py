@@ -212,9 +212,10 @@ class SplittableLayer(nn.Module):
 
 
 class _SplitForward:
-    """The replacement of one layer's `forward`.
+    """Has the replacement of one layer's `forward`, its own method `forward`.
 
-    It is an object, not a closure: a copy or pickle of the layer must call the copy, whose parameters no sink knows.
+    It is an object's, not a closure: a copy or pickle of the layer must call the copy, whose parameters no sink knows. It is
+    a method, because torch.compile would compile anew for each object that is called itself.
     """
 
     def __init__(self, layer: Any, port: Port):
@@ -229,7 +230,14 @@ class _SplitForward:
         """Let calls of this layer, but not of its copies, run another function."""
         self._instead = function
 
-    def __call__(self, input: Tensor) -> Tensor:
+    @staticmethod
+    def of(layer: nn.Module) -> _SplitForward | None:
+        """Return that of a layer, if it has one."""
+        owner = getattr(vars(layer).get("forward"), "__self__", None)
+        return owner if isinstance(owner, _SplitForward) else None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Run the layer's forward."""
         if self._instead is not None:
             return self._instead(input)
         layer, port = self._layer, self.port
@@ -271,7 +279,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 def is_split(layer: nn.Module) -> bool:
     """Return whether a layer's whole backward is split: there is nothing in it to compile."""
-    return isinstance(layer, SplittableLayer) or isinstance(vars(layer).get("forward"), _SplitForward)
+    return isinstance(layer, SplittableLayer) or _SplitForward.of(layer) is not None
 
 
 def _can_split(layer: nn.Module) -> bool:
@@ -293,19 +301,23 @@ def make_splittable(module: nn.Module, sink: GradientSink) -> None:
     for layer in module.modules():
         if isinstance(layer, SplittableLayer):
             layer.port = Port(sink)
-        own = vars(layer).get("forward")
-        if _can_split(layer) and (own is None or isinstance(own, _SplitForward)):
-            layer.forward = _SplitForward(layer, Port(sink))
+        if _can_split(layer) and ("forward" not in vars(layer) or _SplitForward.of(layer) is not None):
+            layer.forward = _SplitForward(layer, Port(sink)).forward
 
 
-def open_ports(module: nn.Module, sink: GradientSink) -> None:
+def open_ports(module: nn.Module, sink: GradientSink) -> list[tuple[str, nn.Module, Port]]:
     """Let torch.compile take the layers inside `module` into its graphs, with the parameters that they have now.
 
     sink: takes the gradients of SplittableLayers; plain layers keep that of make_splittable, if they have one.
+
+    Returns the name of each layer, the layer and its port.
     """
-    for layer in module.modules():
-        own = layer if isinstance(layer, SplittableLayer) else vars(layer).get("forward")
-        if own is layer:
+    opened = []
+    for name, layer in module.named_modules():
+        own = layer if isinstance(layer, SplittableLayer) else _SplitForward.of(layer)
+        if isinstance(layer, SplittableLayer):
             layer.port = Port(sink)
-        if isinstance(own, (SplittableLayer, _SplitForward)):
+        if own is not None:
             own.port.open(layer._parameters.get("weight"), layer._parameters.get("bias"))
+            opened.append((name, layer, own.port))
+    return opened

@@ -7,6 +7,7 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -20,6 +21,7 @@ from parallel3d.config import Config, load_sections
 from parallel3d.errors import ConfigError
 from parallel3d.kernels.cuda_library import build, find_library, find_nvcc, open_library
 from parallel3d.kernels.workspace import check_kernels, check_ranks
+from parallel3d.monitor.uncompiled import describe_uncompiled
 
 _WIDTH = 140  # width of the table without a terminal
 
@@ -53,7 +55,7 @@ def diagnose(options: argparse.Namespace) -> int:
         number = getattr(options, name)
         if number is not None and number < 1:
             raise ConfigError(f"--{name} is {number}; give a whole number >= 1")
-    config = load_sections(options.config, "kernels", "pipeline", "tensor_parallel")
+    config = load_sections(options.config, "kernels", "pipeline", "run_record", "tensor_parallel")
     devices = max(1, torch.cuda.device_count())
     tensor_ranks = options.tensor_parallel or config.tensor_parallel.size or devices
     stages = options.stages or config.pipeline.stages or devices
@@ -63,6 +65,8 @@ def diagnose(options: argparse.Namespace) -> int:
     console.print(_table(findings))
     print(_describe_host())
     print(f"imports of deepspeed: {who_is_deepspeed()}")
+    if config.run_record.directory is not None:
+        print(*describe_uncompiled(Path(config.run_record.directory)), sep="\n", end="")
     return 1 if any(finding.missed for finding in findings) else 0
 
 

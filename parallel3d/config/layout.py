@@ -178,6 +178,8 @@ def configuration(
     - layout: a PartialLayout replaces only the values that it gives, and the axes.
     - bounds: the partition in layers; live: most elements of weights that are gathered with ZeRO-3.
 
+    A complete layout without a policy that recomputes layers keeps policies by layer.
+
     A complete layout with ZeRO-2 or 3 reduces in every micro-batch, without which it saves no gradients, unless `base` sets
     reduce_per_micro_batch to false.
     """
@@ -191,7 +193,9 @@ def configuration(
     if layout.units is not None or "units" in given_section(base, "pipeline"):
         config["pipeline"]["units"] = layout.units or "block"
     recomputation = given_section(base, "activation_checkpointing")
-    if layout.policy is not None or ("policy" in recomputation and not isinstance(layout, PartialLayout)):
+    is_by_layer = layout.recompute > 0 and isinstance(recomputation.get("policy"), Mapping)
+    complete = not isinstance(layout, PartialLayout)
+    if layout.policy is not None or ("policy" in recomputation and complete and not is_by_layer):
         config["activation_checkpointing"] = {**recomputation, "policy": layout.policy}
     if bounds is not None:
         config["pipeline"]["partition"] = list(bounds)

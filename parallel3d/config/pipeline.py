@@ -28,6 +28,12 @@ SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 SelectivePolicy = Literal["cheap", "attention"]  # keeps some of what a layer computes
 SELECTIVE: tuple[SelectivePolicy, ...] = get_args(SelectivePolicy)
 RecomputationPolicy = Literal["none", "full"] | SelectivePolicy
+# Policy of all layers, or by the layers' class names, with "default" for the others.
+_Policies = Annotated[
+    RecomputationPolicy
+    | Annotated[Mapping[str, RecomputationPolicy], Field(min_length=1), AfterValidator(ReadOnlyMapping)],
+    PlainSerializer(dumped),
+]
 _QUOTED_SCHEDULES = ", ".join(f'"{name}"' for name in SCHEDULES)
 
 
@@ -144,10 +150,10 @@ class TensorParallelConfig(Section):
 class ActivationCheckpointingConfig(Section):
     """Recomputation of activations; pipeline.checkpointable_layers and activation_checkpoint_interval choose the layers."""
 
-    policy: RecomputationPolicy | None = own_key(
+    policy: _Policies | None = own_key(
         None,
         '"none", "cheap" (element-wise results are recomputed), "attention" (attention, too) or "full" (all), of the layers '
-        "that pipeline.checkpointable_layers chooses",
+        'that pipeline.checkpointable_layers chooses; or by class names, such as {"Block": "cheap", "default": "none"}',
     )
 
     partition_activations: bool = False

@@ -82,8 +82,14 @@ class CompileConfig(Section):
     enabled: bool = own_key(False, "true or false")
     backend: str = own_key("inductor", "a backend of torch.compile")
     mode: str | None = own_key(None, "a mode of torch.compile, or null")
-    dynamic: bool | None = own_key(None, "true or false, whether shapes are expected to change, or null to find out")
+    dynamic: bool | None = own_key(
+        None, "true for one graph for all shapes; else other shapes than the first run uncompiled"
+    )
     layers: LayerNames = own_key(None, "class names, or a regular expression that is searched in them; null for all")
+    cuda_graphs: bool = own_key(
+        False,
+        "true or false, whether forwards and backwards are captured as CUDA graphs, whether or not they are compiled",
+    )
 
 
 AttentionBackend = Literal["cudnn", "flash", "efficient", "math"]

@@ -141,7 +141,9 @@ class AutoSchedule:
         batch = self._memory.batch
         learned = learn_chunks([(i, change) for i, change, _ in batch.held])
         own = {c: (b.saved + b.received + b.loaded, b.deferred) for c, b in learned.items()}
-        mine = (self._model.stage_id, own, _room(self._model.device, batch.start, batch.peak - batch.most_held))
+        # Besides what is held for a backward: workspace, and an output that waits to be sent.
+        others = batch.peak - batch.most_held + max((b.output for b in learned.values()), default=0)
+        mine = (self._model.stage_id, own, _room(self._model.device, batch.start, others))
         everyone = all_gather_object(mine, self._model.groups.control)
         of_chunk = [[o[c] for _, o, _ in everyone if c in o] for c in range(len(self._model.placement))]
         # At least one byte: a chunk that holds nothing could run ahead without limit.
@@ -181,7 +183,7 @@ def _read(path: Path) -> tuple[str | None, str | None]:
 
 
 def _room(device: torch.device, start: int, workspace: int) -> float:
-    """Return the bytes left for activations on this rank's device, besides state and workspace; infinite on the CPU."""
+    """Return the bytes left for what backwards need on this rank's device, besides state and workspace; infinite on the CPU."""
     if device.type != "cuda":
         return float("inf")
     free, _ = torch.cuda.mem_get_info(device)

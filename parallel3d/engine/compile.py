@@ -11,17 +11,22 @@ import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from parallel3d.autograd.in_graph import INDUCTOR_OPTIONS
+from parallel3d.autograd.in_graph import INDUCTOR_OPTIONS, Port
+from parallel3d.autograd.selective import recomputed_in_graph
 from parallel3d.autograd.sink import GradientSink
 from parallel3d.autograd.split_backward import is_split, open_ports
 from parallel3d.config import SELECTIVE, Config
-from parallel3d.errors import ConfigError
+from parallel3d.errors import ConfigError, ExecutionError
+from parallel3d.first_shapes import FirstShapes
 from parallel3d.logs import logger
+from parallel3d.monitor.uncompiled import UncompiledWriter
 from parallel3d.pipe.blocks import BlockUnits
 from parallel3d.pipe.layer_choice import choice_rule
 from parallel3d.pipe.module import PipelineModule
@@ -37,7 +42,9 @@ class Compilation:
 
     def __init__(self, model: PipelineModule, config: Config, sink: GradientSink, blocks: BlockUnits | None = None):
         self._model, self._config, self._sink, self._blocks = model, config.compile, sink, blocks
-        self._policy = config.activation_checkpointing.policy
+        self._directory = config.run_record.directory
+        self._writer: UncompiledWriter | None = None
+        self._ports: list[tuple[str, nn.Module, Port]] = []
         self._seen: Counter[str] = Counter()
         self._reports = False
         self.num_layers = 0
@@ -47,7 +54,7 @@ class Compilation:
         """Compile the loss, and this rank's layers in place, except bare linears and embeddings; see Engine.compile.
 
         changes: arguments of torch.compile that replace the configuration's. Raises ConfigError for a backend or mode that
-        torch.compile doesn't have, and for layers of which attention is to be recomputed.
+        torch.compile doesn't have.
         """
         model, config = self._model, self._config
         given = {"backend": config.backend, "mode": config.mode, "dynamic": config.dynamic, **changes}
@@ -58,28 +65,41 @@ class Compilation:
         except Exception as error:
             raise ConfigError(f"compile: torch.compile does not accept {options}: {error}") from error
         options = torch_options(options)
-        open_ports(model, self._sink)
+        self._ports = open_ports(model, self._sink)
         if self._blocks is not None:
             self.num_layers += self._blocks.compile(options)
         for place, module in model.calls.modules() if self._blocks is None else ():
             if chosen(place, module) and not is_split(module):
-                module.compile(**options)
+                self._compile_layer(module, options)
                 self.num_layers += 1
-                if self._policy in SELECTIVE:
-                    self._recompute_by_compiler(module)
         if config.layers is None:
             model.wrap_loss(lambda loss_fn: _compiled_loss(loss_fn, model.groups.model.size, options))
         self._seen = _graph_breaks()
         self._note_progress()
+        if self._directory is not None and model.groups.rank == 0:
+            own = [f for module in model.modules() for f in vars(module).values() if isinstance(f, FirstShapes)]
+            self._writer = UncompiledWriter(own, Path(self._directory))
         self.is_compiled = self._reports = True
 
-    def _recompute_by_compiler(self, module: nn.Module) -> None:
-        """Leave "cheap" to the compiler, which recomputes element-wise results of a layer by itself."""
-        if self._model.calls.recompute_nothing(module) and self._policy == "attention":
-            raise ConfigError(
-                f'activation_checkpointing.policy "attention" recomputes operators, which the compiled {type(module).__name__} '
-                'has no longer; set it to "cheap" or "full", or leave the layer out of compile.layers'
-            )
+    def check_weights(self) -> None:
+        """Raise ExecutionError if a weight or bias was replaced since it was compiled: the new one would get no gradient."""
+        for name, layer, port in self._ports:
+            if not port.leads_to(layer._parameters.get("weight"), layer._parameters.get("bias")):
+                raise ExecutionError(
+                    f"a parameter of layer {name!r} is another object than when it was compiled, and gets no gradient; change "
+                    "it in place, by weight.data.copy_(...), or replace it before parallel3d.initialize"
+                )
+
+    def _compile_layer(self, module: nn.Module, options: Mapping[str, Any]) -> None:
+        """Compile a layer in its own way, or as nn.Module.compile does; what is recomputed in part becomes so in its graph."""
+        policy = self._model.calls.policy_of(module)
+        if policy in SELECTIVE:
+            self._model.calls.recompute_nothing(module)
+            options = {**options, "around": partial(recomputed_in_graph, keeps_attention=policy == "cheap")}
+        if type(module).compile is nn.Module.compile:
+            module._compiled_call_impl = FirstShapes(module._call_impl, type(module).__name__, **options)
+        else:
+            module.compile(**options)
 
     def _note_progress(self) -> None:
         """Have each compilation of this process noted as a move, so that a slow first step is not taken for a hang."""
@@ -93,7 +113,12 @@ class Compilation:
             weakref.finalize(self, callback_handler.remove_end_callback, note)
 
     def report(self) -> None:
-        """Print, on rank 0 and once, how many layers are compiled and where their graphs broke in the first step."""
+        """Print, on rank 0 and once, how many layers are compiled and where their graphs broke in the first step.
+
+        After every step, write which calls ran uncompiled.
+        """
+        if self._writer is not None:
+            self._writer.write()
         if not self._reports:
             return
         self._reports = False

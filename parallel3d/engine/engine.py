@@ -239,6 +239,7 @@ class Engine:
         if self.optimizer is None:
             raise ConfigError("no optimizer: set optimizer.type in the configuration, or pass one to initialize")
         self.update.parking.check()
+        self.compilation.check_weights()
         self._calls.drop_unfinished()
 
     # A step by calls
@@ -266,8 +267,7 @@ class Engine:
         self._check_trains()
         if progress.record is None:
             monitor.begin(progress.global_steps + 1, progress.global_samples)
-            program = self._runner.programs.get(self.data.sizes.num_micro_batches, training=True)
-            recorder = monitor.recorder_of(program)
+            recorder = monitor.recorder_of(self._runner.programs.get(self.data.sizes.num_micro_batches, training=True))
             progress.begin(self.reports.also(recorder.running if recorder is not None else no_record))
 
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:

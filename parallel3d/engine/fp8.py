@@ -117,4 +117,4 @@ def _attach(linear: nn.Module, fp8: Fp8, sink: GradientSink) -> None:
     else:
         make_splittable(linear, sink)
         forward: Any = linear.forward
-        forward.compute_by(partial(fp8_linear, Fp8Linear(fp8, sink), linear))
+        forward.__self__.compute_by(partial(fp8_linear, Fp8Linear(fp8, sink), linear))

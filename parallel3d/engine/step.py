@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from parallel3d.engine.update import LossShare, WeightUpdate, countable
 from parallel3d.monitor.memory import RunMemory
 from parallel3d.optim.precision import Precision
 from parallel3d.pipe.blocks import BlockUnits
+from parallel3d.pipe.cuda_graphs import CudaGraphs, GraphedExecutor, check_cuda_graphs
 from parallel3d.pipe.executor import Batch, BatchResult, Executor
 from parallel3d.pipe.messages import Messages
 from parallel3d.pipe.module import PipelineModule
@@ -32,7 +35,7 @@ from parallel3d.pipe.units import LayerUnits
 from parallel3d.rng import EnterLayer, RandomStreams
 from parallel3d.schedule.instructions import Op
 from parallel3d.schedule.lifetimes import ChunkUses, Lifetimes, LiveLimits
-from parallel3d.zero.policy import live_limits, usual_live, within
+from parallel3d.zero.policy import ZeroPolicy, live_limits, usual_live, within
 from parallel3d.zero.weights import Units
 
 
@@ -94,7 +97,7 @@ class BatchRunner:
         dynamic = config.pipeline.shapes == "dynamic" or model.dynamic_shape
         self._messages = Messages(transport, model.device, dynamic)
         self._units = units
-        self._executor = Executor(
+        self._executor = _executor_kind(config, model, update.policy)(
             model, self._messages, update.reducer, update.sharded.gather, precision, on_loss, units
         )
 
@@ -149,6 +152,9 @@ class BatchRunner:
         streams = [self.stream(m) for m in range(len(signatures))] if training else []
         scale = self._update.loss_scale
         batch = Batch(micro_batches, signatures, training, weight, scale, keep_outputs, compute_loss, streams)
+        monitor = self._reports.monitor
+        if training and "memory" not in monitor.profiles and not monitor.counts_flops():
+            batch = replace(batch, replays=True, captures=not monitor.profiles)
         program, owners = self.programs.get(len(signatures), training), self.programs.replica_owners
         freed = self._freed if training and "memory" not in self._reports.monitor.profiles else None
         if freed is not None:
@@ -200,6 +206,13 @@ def evaluating(model: PipelineModule) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+def _executor_kind(config: Config, model: PipelineModule, policy: ZeroPolicy) -> Callable[..., Executor]:
+    if not config.compile.cuda_graphs:
+        return Executor
+    check_cuda_graphs(config, model, policy)
+    return partial(GraphedExecutor, CudaGraphs(model.device))
 
 
 def _lifetimes(stages: Sequence[tuple[Mapping[int, int], Mapping[int, ChunkUses]]], limits: LiveLimits) -> Lifetimes:

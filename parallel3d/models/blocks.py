@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel3d.autograd.split_backward import autocast_dtype
+from parallel3d.first_shapes import FirstShapes
 from parallel3d.kernels.rotary import rotate
 from parallel3d.kernels.swiglu import swiglu
 from parallel3d.models.config import DecoderConfig
@@ -94,9 +95,9 @@ class _Residual(DecoderLayer):
         """Return a key that layers of equal cost share, see LayerSpec.costs_like; of the position only the window counts."""
         return config, config.window(layer), options.get("dtype")
 
-    def compile(self, *args: Any, **options: Any) -> None:
-        """Compile what runs between the ends of the stream. The tables stay outside, whose growth would be watched."""
-        vars(self)["_run"] = torch.compile(self._run, *args, **options)
+    def compile(self, **options: Any) -> None:
+        """Compile by FirstShapes what runs between the ends of the stream, without the tables: their growth would be watched."""
+        vars(self)["_run"] = FirstShapes(self._run, type(self).__name__, **options)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle a compiled layer as a plain one, as nn.Module does."""

@@ -18,7 +18,7 @@ from parallel3d.partition.chain import FloatArray, Partition, cut, segment_costs
 from parallel3d.partition.search import Search
 
 # Weights of the largest chunk relative to the largest stage, in the splits from which the step's length selects one.
-_EVENNESS = (0.0, 0.1, 0.25, 0.5, 1.0)
+_EVENNESS = (0.0, 0.25)
 
 
 @dataclass(frozen=True)

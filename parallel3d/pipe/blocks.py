@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from parallel3d.autograd.split_backward import is_split
 from parallel3d.comm.collectives import Group, all_gather_integers
 from parallel3d.errors import ExecutionError
+from parallel3d.first_shapes import FirstShapes
 from parallel3d.schedule.instructions import Instruction
 from parallel3d.schedule.lifetimes import LiveLimits
 from parallel3d.zero.external import (
@@ -148,7 +149,7 @@ class BlockUnits:
         for module in self._alone:  # a block comes before what it contains
             inside = set(module.modules()) - {module}
             if inside and module not in inner and not is_split(module):
-                vars(module)["forward"] = torch.compile(module.forward, **options)
+                vars(module)["forward"] = FirstShapes(module.forward, type(module).__name__, **options)
                 self._watch(module.modules(), on=False)  # torch.compile takes no such class
                 number += 1
                 inner |= inside

@@ -5,38 +5,52 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from torch import nn
 
+from parallel3d.config import RecomputationPolicy
+from parallel3d.pipe.layer_choice import PolicyRule
 from parallel3d.schedule.instructions import Op
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 
 class Call(NamedTuple):
-    """A layer as its chunk calls it: its index in the list, its module (None for a plain function), and the callable."""
+    """A layer as its chunk calls it: its index in the list, its module (None for a plain function), and the callable.
+
+    policy: what of it is recomputed.
+    """
 
     layer: int
     module: nn.Module | None
     function: Callable[[Any], Any]
-    recomputed: bool
+    policy: RecomputationPolicy
+
+    @property
+    def recomputed(self) -> RecomputationPolicy | Literal[""]:
+        """The policy; "" if nothing is recomputed."""
+        return "" if self.policy == "none" else self.policy
 
 
-def in_groups(layers: Sequence[T], interval: int, is_recomputed: Callable[[T], bool]) -> list[tuple[list[T], bool]]:
-    """Return layers in groups, and whether each group is recomputed: as one, where it has `interval` layers or fewer.
+def in_groups(
+    layers: Sequence[T], interval: int, recomputed: Callable[[T], K]
+) -> list[tuple[list[T], K | Literal[False]]]:
+    """Return layers in groups, and how each group is recomputed: as one, where it has `interval` layers or fewer.
 
-    Neighbouring layers that are not recomputed are one group; none is recomputed if the interval is 0.
+    recomputed: how a layer is, false if it isn't. Neighbours that are not recomputed are one group; none is recomputed if the
+    interval is 0.
     """
     groups = []
-    for again, neighbours in groupby(layers, key=lambda layer: interval > 0 and is_recomputed(layer)):
+    for again, neighbours in groupby(layers, key=lambda layer: interval > 0 and recomputed(layer)):
         run = list(neighbours)
         size = interval if again else len(run)
         groups += [(run[start : start + size], again) for start in range(0, len(run), size)]
     return groups
 
 
-def backward_order(groups: Sequence[tuple[list[T], bool]]) -> list[T]:
+def backward_order(groups: Sequence[tuple[list[T], object]]) -> list[T]:
     """Return the layers in the order in which a backward runs them, from groups in the order of the forward.
 
     It runs a recomputed group forward, and then their backwards, the first of which follows at once.
@@ -57,23 +71,30 @@ class LayerCalls:
         self._interval = interval
         self._calls: dict[int, list[Call]] = {}
 
-    def recompute_every(self, interval: int) -> None:
-        """Recompute neighbouring layers in groups of `interval`."""
+    def recompute(self, interval: int, policy_of: PolicyRule) -> None:
+        """Recompute neighbouring layers in groups of `interval`, each that has a policy by another one."""
         self._interval = interval
-
-    def recompute_nothing(self, module: nn.Module) -> bool:
-        """Recompute no call of a module any more; return whether one was recomputed."""
-        calls = [call for own in self._calls.values() for call in own if call.module is module]
         for chunk, own in self._calls.items():
-            self._calls[chunk] = [call._replace(recomputed=False) if call.module is module else call for call in own]
-        return self._interval > 0 and any(call.recomputed for call in calls)
+            self._calls[chunk] = [
+                call._replace(policy=policy_of(call.layer, call.function)) if call.recomputed else call for call in own
+            ]
+
+    def policy_of(self, module: nn.Module) -> RecomputationPolicy:
+        """Return the policy of a module's calls."""
+        calls = [call for own in self._calls.values() for call in own if call.module is module]
+        return calls[0].policy if calls and self._interval > 0 else "none"
+
+    def recompute_nothing(self, module: nn.Module) -> None:
+        """Recompute no call of a module any more."""
+        for chunk, own in self._calls.items():
+            self._calls[chunk] = [call._replace(policy="none") if call.module is module else call for call in own]
 
     def add(self, chunk: int, calls: Sequence[Call]) -> None:
         """Add a chunk."""
         self._calls[chunk] = list(calls)
 
-    def groups(self, chunk: int) -> list[tuple[list[Call], bool]]:
-        """Return the calls of a chunk in groups, and whether each is recomputed in the backward."""
+    def groups(self, chunk: int) -> list[tuple[list[Call], RecomputationPolicy | Literal["", False]]]:
+        """Return the calls of a chunk in groups, and the policy by which each is recomputed in the backward, if it is."""
         return in_groups(self._calls[chunk], self._interval, attrgetter("recomputed"))
 
     def runs(self, chunk: int, op: Op) -> list[int]:

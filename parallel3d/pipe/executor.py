@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
 from parallel3d.activity import POSITION
@@ -41,6 +42,7 @@ class Batch:
     - signatures: one for each micro-batch, the same on all ranks of the pipeline.
     - loss_weight: the weight of one micro-batch in the batch's mean. loss_scale: the factor of all gradients.
     - streams: for each micro-batch, the function that enters the random stream of a layer; empty in evaluation.
+    - replays: whether CUDA graphs are replayed, if there are any; captures: whether they may be captured.
     """
 
     micro_batches: Sequence[tuple[Any, Any]]
@@ -51,6 +53,8 @@ class Batch:
     keep_outputs: bool = False
     compute_loss: bool = True
     streams: Sequence[EnterLayer] = ()
+    replays: bool = False
+    captures: bool = False
 
 
 @dataclass
@@ -67,16 +71,19 @@ class BatchResult:
 
 
 @dataclass
-class _InFlight:
+class InFlight:
     """State saved by a forward for its backward.
 
     - entry: receives the gradients of the inputs; None on the first chunk.
-    - outputs: the tensors that require grad. structure: the output's; None on the last chunk.
+    - edges: where the backward begins, for the output's tensors that require grad; structure: the output's, None on the last
+      chunk. The tensors themselves are freed once they are sent, unless the backward needs them.
+    - kept: an output that the next chunk, of this rank, uses: it counts for this one.
     """
 
     entry: Entry | None
-    outputs: list[Tensor]
+    edges: list[GradientEdge]
     structure: Structure | None
+    kept: list[Tensor] = field(default_factory=list)
 
 
 class _Task(NamedTuple):
@@ -141,7 +148,7 @@ class Executor:
         self._labels: dict[int, Any] = {}
         self._arriving: dict[Cell, Receipt] = {}
         self._outputs: dict[Cell, tuple[Structure, list[Tensor]]] = {}
-        self._in_flight: dict[Cell, _InFlight] = {}
+        self._in_flight: dict[Cell, InFlight] = {}
         self._arriving_gradients: dict[Cell, Receipt] = {}
         self._gradients: dict[Cell, list[Tensor]] = {}
 
@@ -238,11 +245,11 @@ class Executor:
         structure, tensors = describe(output)
         self._outputs[cell] = (structure, [t.detach() for t in tensors])
         if self._batch.training:
-            outputs = [t for t in tensors if t.requires_grad]
-            self._in_flight[cell] = _InFlight(entry, outputs, structure)
+            edges = [get_gradient_edge(t) for t in tensors if t.requires_grad]
+            self._in_flight[cell] = InFlight(entry, edges, structure, tensors if self._is_local(i.chunk + 1) else [])
 
     def _wait_for_inputs(self, i: Instruction) -> None:
-        """Build the chunk's input, and the entry of its tensors that require grad, from the output of the chunk before."""
+        """Receive the chunk's input, the output of the chunk before."""
         cell, source = (i.chunk, i.micro_batch), i.chunk - 1
         if i.chunk == 0:
             return  # loaded by LOAD_MICRO_BATCH
@@ -250,6 +257,10 @@ class Executor:
             structure, tensors = self._outputs.pop((source, i.micro_batch))
         else:
             structure, tensors = self._messages.input_of(self._arriving.pop(cell), self._stage(source))
+        self._enter(cell, structure, tensors)
+
+    def _enter(self, cell: Cell, structure: Structure, tensors: list[Tensor]) -> None:
+        """Build a chunk's input, and the entry of its tensors that require grad."""
         specs = zip(tensors, structure.tensors, strict=True)
         entry = Entry([tensor for tensor, spec in specs if spec.requires_grad])
         self._inputs[cell] = structure.rebuild(tensors), entry
@@ -268,10 +279,10 @@ class Executor:
         if count is not None:
             self._result.counts[m] = count
         if self._batch.training:
-            outputs = [loss] if loss.requires_grad else []
-            self._in_flight[i.chunk, m] = _InFlight(entry, outputs, None)
+            edges = [get_gradient_edge(loss)] if loss.requires_grad else []
+            self._in_flight[i.chunk, m] = InFlight(entry, edges, None)
             self._gradients[i.chunk, m] = [
-                loss_gradient(loss, self._batch.loss_weight * self._batch.loss_scale) for _ in outputs
+                loss_gradient(loss, self._batch.loss_weight * self._batch.loss_scale) for _ in edges
             ]
 
     def _loss(self, output: Any, labels: Any) -> tuple[Tensor, Tensor | None]:
@@ -322,12 +333,10 @@ class Executor:
         cell = (i.chunk, i.micro_batch)
         gradients = self._gradients.pop(cell)
         done = self._in_flight.pop(cell)
-        if done.outputs:
-            torch.autograd.backward(done.outputs, gradients)
+        if done.edges:
+            torch.autograd.backward(done.edges, gradients)
         if done.entry is not None:
             self._gradients[i.chunk - 1, i.micro_batch] = done.entry.gradients()
-        if done.structure is not None and not self._is_local(i.chunk + 1):
-            self._messages.mark_in_transit(done.outputs)
 
     def _send_gradient(self, i: Instruction) -> None:
         gradients = self._gradients.pop((i.chunk - 1, i.micro_batch))

@@ -23,7 +23,7 @@ from parallel3d.logs import logger
 from parallel3d.parameters import ParameterInfo, slicing_of
 from parallel3d.partition import Method
 from parallel3d.pipe.calls import Call, LayerCalls
-from parallel3d.pipe.layer_choice import LayerChoice, choice_rule
+from parallel3d.pipe.layer_choice import LayerChoice, PolicyRule, policy_rule
 from parallel3d.pipe.settings import BuildSettings, resolve_settings
 from parallel3d.pipe.splitting import LayerSplitter, make_sample
 from parallel3d.pipe.ties import (
@@ -132,12 +132,12 @@ class PipelineModule(nn.Module):
         self.layer_names = [layer_name(layer) for layer in layers]
         context = BuildContext(self.groups, self.device, settings.sequence_parallel, settings.layout_independent)
         self.loss_fn = _build_loss(loss_fn, context)
-        recomputes = choice_rule(settings.checkpointable_layers, self.layer_names, "checkpointable_layers")
+        policies = policy_rule(settings.checkpointable_layers, settings.checkpoint_policy, self.layer_names)
         seed = base_seed if settings.seed_layers else torch.initial_seed() % 2**62
         with seeded(seed, self.device):
             sample = make_sample(sample_input, sample_labels, loss_fn, config)
-            self.partition = LayerSplitter(layers, settings, self.placement, context, sample, recomputes).split(config)
-        self._place(layers, seed, context, recomputes)
+            self.partition = LayerSplitter(layers, settings, self.placement, context, sample, policies).split(config)
+        self._place(layers, seed, context, policies)
 
     def _join(self, settings: BuildSettings, shards_layers: bool, host: HostShards | None) -> None:
         """Make the process groups of the layout, and determine this rank's chunks."""
@@ -149,14 +149,12 @@ class PipelineModule(nn.Module):
         self.stage_id = self.groups.coordinate("pipe")
         self.own_chunks = tuple(c for c, stage in enumerate(self.placement) if stage == self.stage_id)
 
-    def _place(
-        self, layers: Sequence[Layer], seed: int, context: BuildContext, recomputes: Callable[[int, Any], bool]
-    ) -> None:
+    def _place(self, layers: Sequence[Layer], seed: int, context: BuildContext, policies: PolicyRule) -> None:
         """Build this rank's layers on its device, with the same bits on all ranks that hold a copy."""
         self.partition_table = self._partition_table()
         if get_rank() == 0 and len(self.placement) > 1:
             logger.info("%s", self.partition_table)
-        self._build_layers(layers, seed, context, recomputes)
+        self._build_layers(layers, seed, context, policies)
         self.to(self.device)
         self.replica_groups = self._make_replica_groups()
         self._synchronize()
@@ -172,9 +170,7 @@ class PipelineModule(nn.Module):
         shares = ", ".join(f"{load:,.6g} ({load / max(loads):.0%})" if load else "0" for load in loads)
         return self.partition.table(self.layer_names, label="chunk") + f"\nchunks of each stage together: {shares}"
 
-    def _build_layers(
-        self, layers: Sequence[Layer], seed: int, context: BuildContext, recomputes: Callable[[int, Any], bool]
-    ) -> None:
+    def _build_layers(self, layers: Sequence[Layer], seed: int, context: BuildContext, policies: PolicyRule) -> None:
         """Build the layers of this rank's chunks, each with its own seed, and share what ties join."""
         part_of = self.partition.part_of
         self._ties = TieIndex(layers, part_of)
@@ -186,10 +182,10 @@ class PipelineModule(nn.Module):
             for k in self.partition.layers(chunk):
                 layer, module = layers[k], self._build(layers, self._ties.builder[k], seed, context)
                 function: Any = layer if module is None else module
-                recomputed = recomputes(k, function)
+                policy = policies(k, function)
                 if module is not None and isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:
                     function = partial(layer.forward_fn, module)
-                calls.append(Call(k, module, function, recomputed))
+                calls.append(Call(k, module, function, policy))
             self.calls.add(chunk, calls)
         share_tied_parameters(self._modules_in_order(), self._ties)
 
@@ -346,9 +342,12 @@ class PipelineModule(nn.Module):
 
         enter: called before each layer, and again before its recomputation.
         """
-        for calls, recomputed in self.calls.groups(chunk):
-            if recomputed and torch.is_grad_enabled():
-                x = self.activation_checkpoint_func(partial(self._run, calls, enter, recomputed=True), x)
+        for calls, policy in self.calls.groups(chunk):
+            if policy and torch.is_grad_enabled():
+                again = self.activation_checkpoint_func
+                if self._own_checkpoint_func is None and isinstance(again, Checkpointer):
+                    again = again.under(policy)
+                x = again(partial(self._run, calls, enter, recomputed=True), x)
             else:
                 x = self._run(calls, enter, x)
         return x

@@ -9,10 +9,10 @@ from typing import Any
 
 from parallel3d.comm.environment import get_world_size
 from parallel3d.comm.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
-from parallel3d.config import Config, PipelineConfig, RecomputationPolicy, load_sections
+from parallel3d.config import Config, PipelineConfig, load_sections
 from parallel3d.errors import ConfigError, PartitionError
 from parallel3d.partition import Method
-from parallel3d.pipe.layer_choice import LayerChoice
+from parallel3d.pipe.layer_choice import LayerChoice, Policies
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.instructions import Program
 
@@ -29,7 +29,7 @@ class BuildSettings:
     partition_method: Method
     checkpointable_layers: LayerChoice | None
     activation_checkpoint_interval: int
-    checkpoint_policy: RecomputationPolicy
+    checkpoint_policy: Policies
     sequence_parallel: bool
     layout_independent: bool
     max_stage_bytes: int | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from math import ceil
@@ -22,6 +22,7 @@ from parallel3d.optim import build_optimizer
 from parallel3d.optim.precision import make_precision
 from parallel3d.parameters import ParameterInfo
 from parallel3d.partition import MEASURED, Partition, StageLimit, resolve_partition
+from parallel3d.pipe.layer_choice import PolicyRule
 from parallel3d.pipe.settings import BuildSettings
 from parallel3d.rng import generator_states, set_generator_states
 from parallel3d.schedule.builders import build, placement_of
@@ -50,7 +51,7 @@ def make_sample(inputs: Any, labels: Any, loss_fn: LossFunction, config: Source)
 class LayerSplitter:
     """Splits a list of layers over the chunks of `placement`. Collective where costs are measured.
 
-    recomputes: (index in the list, layer) -> whether the layer's activations are recomputed, which costs another forward.
+    policies: (index in the list, layer) -> policy of its recomputation, which costs another forward if it is "full".
     """
 
     def __init__(
@@ -60,13 +61,13 @@ class LayerSplitter:
         placement: Sequence[int],
         context: BuildContext,
         sample: Sample | None,
-        recomputes: Callable[[int, Any], bool],
+        policies: PolicyRule,
     ):
         self._layers, self._settings, self._placement = layers, settings, placement
         self._context, self._sample = context, sample
         self._ties = [layer.key if isinstance(layer, TiedLayerSpec) else None for layer in layers]
         self._recomputed: list[bool] = []
-        repeats = settings.activation_checkpoint_interval > 0 and settings.checkpoint_policy == "full"
+        repeats = settings.activation_checkpoint_interval > 0
         self._parameters: list[list[nn.Parameter]] = []
         built: list[tuple[LayerSpec, nn.Module]] = []  # of specs that build alike, one blueprint
         for k, layer in enumerate(layers):
@@ -77,7 +78,7 @@ class LayerSplitter:
                 built += [] if spec is None else [(spec, module)]
             self._parameters.append([p if module is layer else _on_meta(p) for p in module.parameters()])
             shown = module if isinstance(layer, (LayerSpec, nn.Module)) else layer
-            self._recomputed.append(repeats and recomputes(k, shown))
+            self._recomputed.append(repeats and policies(k, shown) == "full")
 
     def split(self, config: Source) -> Partition:
         """Return the partition that the settings ask for. Raises PartitionError.

@@ -14,7 +14,9 @@ from parallel3d.schedule.instructions import Instruction, Op, Program
 class ChunkBytes:
     """Bytes of one micro-batch on one chunk.
 
-    saved: held from the forward to the backward, including the output but no input from a message or the loader;
+    saved: held from the forward to the backward, without inputs from a message or the loader;
+    output: of the output, held from the forward until it is sent; what the backward needs of it, or the next chunk if it is of
+    the same rank, is in `saved`;
     received, loaded: inputs from messages and from the loader (labels too); output_gradient: what the backward receives;
     input_gradient: what it makes for the previous chunk; deferred: held from BACKWARD_INPUT to BACKWARD_WEIGHT.
     """
@@ -25,6 +27,7 @@ class ChunkBytes:
     output_gradient: int = 0
     input_gradient: int = 0
     deferred: int = 0
+    output: int = 0
 
     def change(self, i: Instruction) -> int:
         """Return by how much the bytes in flight grow over `i`, an instruction of this chunk."""
@@ -32,7 +35,8 @@ class ChunkBytes:
         changes = {
             Op.LOAD_MICRO_BATCH: self.loaded,
             Op.RECV_ACTIVATION: self.received,
-            Op.FORWARD: self.saved,
+            Op.FORWARD: self.saved + self.output,
+            Op.SEND_ACTIVATION: -self.output,
             Op.RECV_GRADIENT: self.output_gradient,
             Op.BACKWARD: self.input_gradient - freed,
             Op.BACKWARD_INPUT: self.input_gradient + self.deferred - freed,
@@ -68,10 +72,11 @@ def learn_chunks(measured: Sequence[tuple[Instruction, int]]) -> dict[int, Chunk
     learned: dict[int, ChunkBytes] = {}
     for chunk in sorted({chunk for _, chunk in medians}, reverse=True):
         grown = {op: medians.get((op, chunk), 0) for op in Op}
-        saved, received, loaded = grown[Op.FORWARD], grown[Op.RECV_ACTIVATION], grown[Op.LOAD_MICRO_BATCH]
+        output = -grown[Op.SEND_ACTIVATION]
+        saved, received, loaded = grown[Op.FORWARD] - output, grown[Op.RECV_ACTIVATION], grown[Op.LOAD_MICRO_BATCH]
         # A gradient from a chunk on the same rank is passed on, not received.
         handed = learned[chunk + 1].input_gradient if chunk + 1 in learned else 0
         output_gradient, deferred = handed or grown[Op.RECV_GRADIENT], -grown[Op.BACKWARD_WEIGHT]
         left = grown[Op.BACKWARD] + grown[Op.BACKWARD_INPUT] + saved + received + loaded + output_gradient
-        learned[chunk] = ChunkBytes(saved, received, loaded, output_gradient, left - deferred, deferred)
+        learned[chunk] = ChunkBytes(saved, received, loaded, output_gradient, left - deferred, deferred, output)
     return learned

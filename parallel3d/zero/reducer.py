@@ -192,6 +192,11 @@ class GradientReducer:
         with self._launching(reduces, place):
             self.sink.run_deferred(place)
 
+    def launch(self, reduces: Sequence[Instruction]) -> None:
+        """Launch these REDUCE_GRADS in order: the gradients of their buckets have arrived."""
+        with self._launching(reduces):
+            pass
+
     def _launching(self, reduces: Sequence[Instruction], place: Hashable = None) -> AbstractContextManager[None]:
         if not reduces:
             return nullcontext()

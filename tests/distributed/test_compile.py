@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import layouts3d
@@ -17,6 +18,7 @@ from ranks import RankError
 from torch import Tensor, nn
 
 import parallel3d
+from parallel3d.cli import main
 from parallel3d.models import DecoderConfig, causal_lm_loss, decoder
 from parallel3d.models.loss import CausalLMLoss
 from parallel3d.pipe import PipelineModule
@@ -58,7 +60,7 @@ def _graphs() -> int:
 
 @pytest.mark.parametrize(
     ("dp", "stages", "schedule", "checkpointing", "stage"),
-    [(1, 2, "zb-h1", "cheap", 1), (2, 1, "1f1b", 1, 2), (2, 1, "zb-h1", 0, 3), (2, 1, "1f1b", 2, 3)],
+    [(1, 2, "zb-h1", "cheap", 1), (2, 1, "1f1b", "attention", 2), (2, 1, "zb-h1", 0, 3), (2, 1, "1f1b", 2, 3)],
 )
 def test_compiled_layers_train_like_one_plain_process(
     run_ranks, dp: int, stages: int, schedule: str, checkpointing: int | str, stage: int
@@ -72,11 +74,6 @@ def test_compiled_layers_train_like_one_plain_process(
     assert "compiled" in printed
     assert "layers of rank 0" in printed
     assert "a graph broke" not in printed
-
-
-def test_attention_is_not_recomputed_in_a_compiled_layer(run_ranks):
-    with pytest.raises(RankError, match=r'policy "attention" recomputes operators.*set it to "cheap"'):
-        run_ranks(1, train, 1, "1f1b", "attention", 0)
 
 
 def test_compiled_slices_train_like_one_plain_process(run_ranks):
@@ -247,6 +244,110 @@ def test_a_loss_that_says_how_is_compiled_its_own_way_without_slices_too(run_ran
     ((losses, own_way),) = run_ranks(1, whole_decoder, 3)
     assert own_way
     assert losses == pytest.approx(plain_decoder(3), rel=1e-5)
+
+
+def train_on_changed_shapes(compiled: bool, directory: str) -> tuple[list[Tensor], int]:
+    """Losses and weights of steps of which some have a shorter micro-batch; graphs compiled after the first step."""
+    torch.manual_seed(0)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "steps_per_print": None,
+        "pipeline": {"schedule": "zb-h1"},
+        "compile": {**COMPILE, "enabled": compiled, "layers": ["Block"]},
+        "run_record": {"directory": directory, "after_steps": 100},
+    }
+    model = PipelineModule(decoder(DECODER), num_stages=1, loss_fn=causal_lm_loss, config=config)
+    engine, *_ = parallel3d.initialize(model=model, config=config)
+    shapes = [(8, 8), (8, 7), (8, 8), (6, 5), (4, 8)]
+    losses, before = [], 0
+    for step, lengths in enumerate(shapes):
+        data = [(ids[:, :n], labels[:, :n]) for n in lengths for ids, labels in [batch(2 * step)]]
+        losses.append(engine.train_batch(iter(data)))
+        before = before or _graphs()
+    return [*losses, *(p.detach().clone() for p in model.parameters())], _graphs() - before
+
+
+def test_other_shapes_than_the_first_run_eager_and_the_doctor_names_them(
+    run_ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    ((compiled, later),) = run_ranks(1, train_on_changed_shapes, True, str(tmp_path / "compiled"))
+    ((plain, _),) = run_ranks(1, train_on_changed_shapes, False, str(tmp_path / "plain"))
+    assert later == 0, "compiled again for another shape"
+    for got, wanted in zip(compiled, plain, strict=True):
+        assert torch.equal(got, wanted)
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text('{"train_batch_size": 2, "run_record": {"directory": "compiled"}}')
+    main(["doctor", "--config", "config.json"])
+    told = capsys.readouterr().out
+    assert "  1 calls of Block with [2, 7, 16]" in told
+    assert "compiled for [2, 8, 16]" in told
+    assert all(f"1 calls of Block with [2, {n}, 16]" in told for n in (6, 5, 4))
+
+
+class Failing(nn.Module):
+    """Fails while it is traced ("trace"), when it runs ("forward"), or in its backward."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.inner, self.where = nn.Linear(4, 4), where
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        if self.where == "trace":
+            return x @ torch.ones(3, 3)
+        return x[x.long() + 9] if self.where == "forward" else FailingBackward.apply(x)
+
+
+class FailingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient[torch.full((2,), 9)]
+
+
+def train_failing(where: str) -> None:
+    config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "compile": COMPILE}
+    model = PipelineModule([nn.Linear(4, 4), Failing(where)], num_stages=1, loss_fn=F.mse_loss, config=config)
+    engine, *_ = parallel3d.initialize(model=model, config=config)
+    engine.train_batch(iter([(torch.ones(2, 4), torch.zeros(2, 4))]))
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("trace", r"F0@0: RuntimeError: mat1 and mat2 shapes cannot be multiplied.*, in layer 1 \(Failing\)"),
+        ("forward", r"F0@0: IndexError: index .* is out of bounds .*, in layer 1 \(Failing\)"),
+        ("backward", r"B0@0: IndexError: index .* is out of bounds"),
+    ],
+)
+def test_a_failure_in_a_compiled_layer_names_instruction_and_layer(run_ranks, where: str, message: str):
+    with pytest.raises(RankError, match=message):
+        run_ranks(1, train_failing, where)
+
+
+def replace_a_weight() -> None:
+    config: dict[str, Any] = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "pipeline": {"schedule": "zb-h1"},
+        "compile": COMPILE,
+    }
+    model = PipelineModule([nn.Sequential(nn.Linear(4, 4))], num_stages=1, loss_fn=F.mse_loss, config=config)
+    engine, *_ = parallel3d.initialize(model=model, config=config)
+    micro_batch = torch.ones(2, 4), torch.zeros(2, 4)
+    engine.train_batch(iter([micro_batch]))
+    model.layers["0"][0].weight = nn.Parameter(torch.ones(4, 4))
+    engine.train_batch(iter([micro_batch]))
+
+
+def test_a_weight_replaced_after_it_was_compiled_is_refused(run_ranks):
+    with pytest.raises(RankError, match=r"of layer 'layers.0.0' is another object.*weight.data.copy_"):
+        run_ranks(1, replace_a_weight)
 
 
 class Flagged:

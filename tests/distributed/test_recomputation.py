@@ -109,6 +109,8 @@ CHOICES: list[tuple[dict[str, Any], dict[str, Any], set[int]]] = [
     ({}, {"checkpointable_layers": "^Emb|Head", "activation_checkpoint_interval": 2}, {0, 7}),
     ({}, {"checkpointable_layers": ["Head", "Block"], "activation_checkpoint_interval": 4}, set(range(1, 8))),
     ({"checkpointable_layers": odd_blocks}, {}, {1, 3, 5, 7}),
+    ({}, {"policy": {"Block": "cheap", "Head": "none", "default": "full"}}, set(range(7))),
+    ({"checkpointable_layers": ["Block", "Head"]}, {"policy": {"Head": "attention", "Embed": "full"}}, {7}),
 ]
 
 
@@ -118,7 +120,10 @@ CHOICES: list[tuple[dict[str, Any], dict[str, Any], set[int]]] = [
 def test_exactly_the_chosen_layers_run_twice_with_the_same_masks(
     run_ranks, arguments: dict[str, Any], pipeline: dict[str, Any], recomputed: set[int]
 ):
-    ((run, calls),) = run_ranks(1, train, arguments, 0.3, 1, {"pipeline": pipeline})
+    pipeline = dict(pipeline)
+    section = {"policy": pipeline.pop("policy", None)}
+    changes = {"pipeline": pipeline, "activation_checkpointing": section}
+    ((run, calls),) = run_ranks(1, train, arguments, 0.3, 1, changes)
     check([run], wanted(0.3, 1), 1)
     forwards = STEPS * ACCUMULATION
     assert calls == {k: forwards * (2 if k in recomputed else 1) for k in range(8)}

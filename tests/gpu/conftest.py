@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import RankPool
+from ranks import RankPools
 
 from parallel3d.kernels.cuda_library import build, find_library, find_nvcc
 
@@ -25,10 +25,10 @@ def num_gpus() -> int:
 
 
 @pytest.fixture(scope="session")
-def gpu_pool(num_gpus: int) -> Iterator[RankPool]:
-    pool = RankPool("cuda")
-    yield pool
-    pool.close()
+def gpu_pool(num_gpus: int) -> Iterator[RankPools]:
+    pools = RankPools("cuda")
+    yield pools
+    pools.close()
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from peer_kernels import ITERATIONS, POISON, ROUNDOFF, WORLDS, Guarded, gathered, opened, slices
-from ranks import RankError, RankPool
+from ranks import RankError, RankPools
 from torch import Tensor, nn
 
 from parallel3d.errors import CommunicationError
@@ -65,7 +65,7 @@ def compare(dtype: torch.dtype) -> list[str]:
 
 @pytest.mark.parametrize("dtype", list(ROUNDOFF), ids=str)
 @pytest.mark.parametrize("world", WORLDS)
-def test_sums_of_any_size_anywhere(gpu_pool: RankPool, num_gpus: int, world: int, dtype: torch.dtype):
+def test_sums_of_any_size_anywhere(gpu_pool: RankPools, num_gpus: int, world: int, dtype: torch.dtype):
     if world > num_gpus:
         pytest.skip(f"needs {world} CUDA devices")
     assert gpu_pool.run(world, compare, dtype, timeout=180) == [[]] * world
@@ -103,7 +103,7 @@ def soak() -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_calls_back_to_back_on_ranks_that_are_late(gpu_pool: RankPool, num_gpus: int, world: int):
+def test_calls_back_to_back_on_ranks_that_are_late(gpu_pool: RankPools, num_gpus: int, world: int):
     if world > num_gpus:
         pytest.skip(f"needs {world} CUDA devices")
     assert gpu_pool.run(world, soak, timeout=300) == [(ITERATIONS, 0)] * world
@@ -131,7 +131,7 @@ def without_one(dies: bool, two_shot: bool) -> tuple[bool, str]:
 
 
 @pytest.mark.parametrize("two_shot", [False, True])
-def test_a_peer_that_does_not_come_ends_the_wait(gpu_pool: RankPool, num_gpus: int, two_shot: bool):
+def test_a_peer_that_does_not_come_ends_the_wait(gpu_pool: RankPools, num_gpus: int, two_shot: bool):
     world = 4 if num_gpus >= 4 else 2
     *others, _ = gpu_pool.run(world, without_one, False, two_shot, timeout=60)
     for is_nan, said in others:
@@ -140,7 +140,7 @@ def test_a_peer_that_does_not_come_ends_the_wait(gpu_pool: RankPool, num_gpus: i
         assert "within 2 s" in said
 
 
-def test_a_peer_that_dies_ends_the_wait(gpu_pool: RankPool, num_gpus: int):
+def test_a_peer_that_dies_ends_the_wait(gpu_pool: RankPools, num_gpus: int):
     with pytest.raises(RankError) as caught:
         gpu_pool.run(2, without_one, True, False, timeout=60)
     assert "rank 1 did not come to all_reduce" in caught.value.tracebacks[0]
@@ -164,7 +164,7 @@ def train(asked: bool) -> list[Tensor]:
     return [t.detach().cpu() for t in (y, x.grad, *(p.grad for p in layers.parameters() if p.grad is not None))]
 
 
-def test_layers_compute_the_same_as_with_nccl(gpu_pool: RankPool, num_gpus: int):
+def test_layers_compute_the_same_as_with_nccl(gpu_pool: RankPools, num_gpus: int):
     nccl, first, second = (gpu_pool.run(2, train, asked, timeout=120) for asked in (False, True, True))
     for a, b, c in zip(nccl, first, second, strict=True):
         assert all(torch.allclose(left, right, rtol=1e-4, atol=1e-4) for left, right in zip(a, b, strict=True))

@@ -9,7 +9,7 @@ import torch
 import toy
 from auto_runs import ACCUMULATION, STEPS, check_plan, train
 from layouts import BASE_SEED, Run, check, make_optimizer, run_reference
-from ranks import RankPool
+from ranks import RankPools
 from reference import Reference
 
 from parallel3d.schedule.auto import Plan
@@ -30,7 +30,7 @@ def reference_on_gpu(dp: int) -> Run:
     ids=["peer copies", "NCCL, loops", "replicas"],
 )
 def test_measuring_and_planning_change_no_number(
-    gpu_pool: RankPool, num_gpus: int, dp: int, zero: int, pipeline: dict[str, Any]
+    gpu_pool: RankPools, num_gpus: int, dp: int, zero: int, pipeline: dict[str, Any]
 ):
     if 2 * dp > num_gpus:
         pytest.skip(f"needs {2 * dp} CUDA devices")

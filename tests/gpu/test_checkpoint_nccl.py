@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankPool
+from ranks import RankPools
 from resume_runs import break_and_go_on, check_equal
 
 
@@ -22,7 +22,7 @@ def deterministic(*args: Any) -> Any:
 @pytest.mark.parametrize(
     ("case", "in_use"), [("bf16 zero2", False), ("fp16 zero1", True), ("momentum", False), ("plain", True)]
 )
-def test_a_broken_run_equals_an_unbroken_one(gpu_pool: RankPool, tmp_path: Path, case: str, in_use: bool):
+def test_a_broken_run_equals_an_unbroken_one(gpu_pool: RankPools, tmp_path: Path, case: str, in_use: bool):
     for unbroken, broken, skipped in gpu_pool.run(2, deterministic, case, str(tmp_path), in_use):
         for one, other in zip(unbroken, broken, strict=True):
             check_equal(one, other)

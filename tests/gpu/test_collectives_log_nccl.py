@@ -6,11 +6,11 @@ from math import inf
 
 import pytest
 from collective_counts import log_of
-from ranks import RankPool
+from ranks import RankPool, RankPools
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_the_log_has_the_collectives_of_the_layout_and_their_time(gpu_pool: RankPool, rank_pool: RankPool, stage: int):
+def test_the_log_has_the_collectives_of_the_layout_and_their_time(gpu_pool: RankPools, rank_pool: RankPool, stage: int):
     (logged, made, printed), (other, *_) = gpu_pool.run(2, log_of, {}, stage)
     assert logged == other == rank_pool.run(2, log_of, {}, stage)[0][0]
     assert sum(logged.values()) == sum(made.values())

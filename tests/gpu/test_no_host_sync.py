@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from host_reads import LAYOUTS, PRECISIONS, READS, data, decoder_data, make, make_decoder
-from ranks import RankPool
+from ranks import RankPools
 
 from parallel3d import DeepSpeedEngine as Engine
 
@@ -50,7 +50,7 @@ def steps(layout: str, precision: str) -> tuple[list[str], bool]:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("layout", [*LAYOUTS, "decoder"])
-def test_the_host_does_not_wait_for_the_device(gpu_pool: RankPool, layout: str, precision: str):
+def test_the_host_does_not_wait_for_the_device(gpu_pool: RankPools, layout: str, precision: str):
     num_ranks = LAYOUTS[layout][0] if layout in LAYOUTS else 2
     for said, was_ahead in gpu_pool.run(num_ranks, steps, layout, precision):
         assert len(said) == STEPS * READS[precision], said

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from offload_runs import CASES, WORLDS, Case, compare
-from ranks import RankPool
+from ranks import RankPool, RankPools
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -38,6 +38,6 @@ def test_the_numbers_are_those_without_offload(one_gpu: RankPool, name: str, tmp
 
 
 @pytest.mark.parametrize("name", ["dp2-fp16", "dp2-per-micro-batch", "pp2-zero0"])
-def test_the_numbers_of_two_gpus_are_those_without_offload(gpu_pool: RankPool, name: str, tmp_path: Path):
+def test_the_numbers_of_two_gpus_are_those_without_offload(gpu_pool: RankPools, name: str, tmp_path: Path):
     for problems in gpu_pool.run(2, compare_behind, CASES[name], tmp_path):
         assert not problems, "\n".join(problems)

@@ -22,7 +22,7 @@ from layouts import (
     run_reference,
     train,
 )
-from ranks import RankPool
+from ranks import RankPool, RankPools
 from reference import Item, Reference
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -75,7 +75,7 @@ def without_key_biases(run: Run) -> Run:
     return losses, norms, {name: kept(name, weight) for name, weight in weights.items()}
 
 
-def test_losses_norms_and_weights_equal_one_gpu(gpu_pool: RankPool, layout: Layout):
+def test_losses_norms_and_weights_equal_one_gpu(gpu_pool: RankPools, layout: Layout):
     (wanted,) = gpu_pool.run(1, reference_on_gpu, layout)
     runs = gpu_pool.run(layout.pp * layout.dp, train, layout)
     if layout.optimizer != "SGD":
@@ -125,7 +125,7 @@ def train_and_evaluate(layout: Layout, items: Sequence[Item]) -> tuple[Run, list
     return (losses, norms, copies(engine.module)), evaluated
 
 
-def test_a_gradient_that_a_chunk_hands_on_stays_no_longer_than_its_slot_may_wait(gpu_pool: RankPool):
+def test_a_gradient_that_a_chunk_hands_on_stays_no_longer_than_its_slot_may_wait(gpu_pool: RankPools):
     """The last rank's chunks are neighbours: the second's backward hands the very gradient that came to the first, whose
     backward is many messages later. Between batches others come, of evaluations, which nothing keeps.
     """

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from ranks import RankPool
+from ranks import RankPools
 
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.peer.copies import TensorKind, open_peer_copies, pipeline_channels
@@ -60,7 +60,7 @@ def exchange(num_stages: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("num_stages", [2, 4])
-def test_every_byte_arrives(gpu_pool: RankPool, num_gpus: int, num_stages: int):
+def test_every_byte_arrives(gpu_pool: RankPools, num_gpus: int, num_stages: int):
     if num_stages > num_gpus:
         pytest.skip(f"needs {num_stages} CUDA devices")
     for count, wrong in gpu_pool.run(num_stages, exchange, num_stages, timeout=60):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import toy
 from layouts import make_engine, own_iterator
-from ranks import RankPool
+from ranks import RankPools
 
 from parallel3d.monitor.run_record import RunRecord, read_run_record
 
@@ -41,7 +41,7 @@ def train(directory: str, zero: int) -> tuple[RunRecord, int, float, int]:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
-def test_a_run_records_reductions_steps_and_peaks(gpu_pool: RankPool, tmp_path: Path, zero: int):
+def test_a_run_records_reductions_steps_and_peaks(gpu_pool: RankPools, tmp_path: Path, zero: int):
     for rank, (record, peak, seconds, buckets) in enumerate(gpu_pool.run(2, train, str(tmp_path), zero)):
         assert sum(name.startswith("RED@0#") for name in record.instructions) == buckets
         assert all(0 < timing.median < record.step.median for timing in record.instructions.values())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool
+from ranks import RankPools
 from torch import Tensor, nn
 
 from parallel3d.comm.groups import ProcessGroups
@@ -67,7 +67,7 @@ def exchange() -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_every_byte_arrives(gpu_pool: RankPool, num_gpus: int, world: int):
+def test_every_byte_arrives(gpu_pool: RankPools, num_gpus: int, world: int):
     if world > num_gpus:
         pytest.skip(f"needs {world} CUDA devices")
     messages = ROUNDS * (world - 1)
@@ -93,7 +93,7 @@ def train(asked: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_layers_compute_the_same_as_with_nccl(gpu_pool: RankPool, num_gpus: int, world: int):
+def test_layers_compute_the_same_as_with_nccl(gpu_pool: RankPools, num_gpus: int, world: int):
     if world > num_gpus:
         pytest.skip(f"needs {world} CUDA devices")
     nccl, copied = (gpu_pool.run(world, train, asked, timeout=120) for asked in (False, True))

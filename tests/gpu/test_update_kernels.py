@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankError, RankPool
+from ranks import RankError, RankPools
 from torch import Tensor, nn
 
 import parallel3d
@@ -118,7 +118,7 @@ def reduce(wire: torch.dtype, dtype: torch.dtype) -> list[str]:
 )
 @pytest.mark.parametrize("world", WORLDS)
 def test_reductions_of_any_size_anywhere(
-    gpu_pool: RankPool, num_gpus: int, world: int, wire: torch.dtype, dtype: torch.dtype
+    gpu_pool: RankPools, num_gpus: int, world: int, wire: torch.dtype, dtype: torch.dtype
 ):
     if world > num_gpus:
         pytest.skip(f"needs {world} CUDA devices")
@@ -141,7 +141,7 @@ def compare_errors() -> tuple[float, float]:
     return own, nccls
 
 
-def test_bf16_gradients_are_summed_no_worse_than_in_fp32(gpu_pool: RankPool, num_gpus: int):
+def test_bf16_gradients_are_summed_no_worse_than_in_fp32(gpu_pool: RankPools, num_gpus: int):
     for own, by_nccl in gpu_pool.run(4 if num_gpus >= 4 else 2, compare_errors, timeout=120):
         assert own <= by_nccl
 
@@ -178,7 +178,7 @@ def soak() -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_reductions_back_to_back_on_ranks_that_are_late(gpu_pool: RankPool, num_gpus: int, world: int):
+def test_reductions_back_to_back_on_ranks_that_are_late(gpu_pool: RankPools, num_gpus: int, world: int):
     if world > num_gpus:
         pytest.skip(f"needs {world} CUDA devices")
     assert gpu_pool.run(world, soak, timeout=300) == [(ITERATIONS, 0)] * world
@@ -204,7 +204,7 @@ def without_one(dies: bool) -> tuple[bool, str]:
     return False, "nothing was raised"
 
 
-def test_a_replica_that_does_not_come_ends_the_wait(gpu_pool: RankPool, num_gpus: int):
+def test_a_replica_that_does_not_come_ends_the_wait(gpu_pool: RankPools, num_gpus: int):
     world = 4 if num_gpus >= 4 else 2
     *others, _ = gpu_pool.run(world, without_one, False, timeout=60)
     for is_nan, said in others:
@@ -212,7 +212,7 @@ def test_a_replica_that_does_not_come_ends_the_wait(gpu_pool: RankPool, num_gpus
         assert said.startswith(f"rank {world - 1} did not come to reduce_scatter")
 
 
-def test_a_replica_that_dies_ends_the_wait(gpu_pool: RankPool, num_gpus: int):
+def test_a_replica_that_dies_ends_the_wait(gpu_pool: RankPools, num_gpus: int):
     with pytest.raises(RankError) as caught:
         gpu_pool.run(2, without_one, True, timeout=60)
     assert "rank 1 did not come to reduce_scatter" in caught.value.tracebacks[0]
@@ -297,7 +297,7 @@ def update(way: str, stage: int, gradient_dtype: torch.dtype) -> tuple[list[int]
 @pytest.mark.parametrize("way", list(UPDATES))
 @pytest.mark.parametrize("gradient_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_updates_are_adamws_on_every_replica(
-    gpu_pool: RankPool, num_gpus: int, world: int, way: str, stage: int, gradient_dtype: torch.dtype
+    gpu_pool: RankPools, num_gpus: int, world: int, way: str, stage: int, gradient_dtype: torch.dtype
 ):
     if world > num_gpus:
         pytest.skip(f"needs {world} CUDA devices")
@@ -330,7 +330,7 @@ def overflow(way: str) -> list[str]:
     return changed
 
 
-def test_an_overflow_changes_nothing(gpu_pool: RankPool, num_gpus: int):
+def test_an_overflow_changes_nothing(gpu_pool: RankPools, num_gpus: int):
     assert gpu_pool.run(2, overflow, "kernel", timeout=60) == [[], []]
 
 
@@ -360,7 +360,7 @@ def many_updates(way: str) -> int:
     return int(wrong)
 
 
-def test_many_updates_on_ranks_that_are_late(gpu_pool: RankPool, num_gpus: int):
+def test_many_updates_on_ranks_that_are_late(gpu_pool: RankPools, num_gpus: int):
     world = 4 if num_gpus >= 4 else 2
     assert gpu_pool.run(world, many_updates, "kernel", timeout=300) == [0] * world
 
@@ -401,7 +401,7 @@ def train(stage: int, kernels: dict[str, bool], dtypes: dict[str, Any]) -> tuple
 @pytest.mark.parametrize(
     "dtypes", [{}, {"communication_data_type": "bf16"}, {"data_types": {"grad_accum_dtype": "bf16"}}], ids=str
 )
-def test_training_goes_as_with_torch_and_nccl(gpu_pool: RankPool, num_gpus: int, stage: int, dtypes: dict[str, Any]):
+def test_training_goes_as_with_torch_and_nccl(gpu_pool: RankPools, num_gpus: int, stage: int, dtypes: dict[str, Any]):
     plain, stepped, every = (
         gpu_pool.run(2, train, stage, dict.fromkeys(kernels, True), dtypes, timeout=120)
         for kernels in ([], ["optimizer_step"], ["optimizer_step", "reduce_scatter"])

@@ -68,6 +68,8 @@ def test_a_name_says_what_runs(name: str, schedule: str, chunks: int, zero: int,
         "pp2pp2-1f1b",
         "dp4-zero1.5",
         "ds",
+        "plain-dp2",
+        "plain-pp1-bf16acc",
     ],
 )
 def test_other_names_are_refused(name: str):
@@ -88,6 +90,9 @@ def test_own_command():
     assert "--kernels reduce_scatter,optimizer_step" in kernels
     sliced = " ".join(command_of(parse_case("pp2tp2-zb-h1-sp-shardcopies-compile-cudnn"), WORK, None))
     assert "--pp 2 --dp 1 --tp 2 --sequence_parallel --shard_copies --compile --cudnn " in sliced
+    script, *plain = command_of(parse_case("plain-pp1-compile-cudnn"), WORK, None)
+    assert Path(script).name == "plain.py"
+    assert " ".join(plain) == f"{' '.join(arguments[:10])} --compile --cudnn"
 
 
 def test_how_layers_are_split():
@@ -323,7 +328,7 @@ def test_one_command_runs_cases_and_writes_them_down(
         "--size",
         "tiny",
         "--cases",
-        "pp1-half,pp2-interleaved2-half-roofline",
+        "pp1-half,pp2-interleaved2-half-roofline,plain-pp1",
     ]
     command += "--warmup 1 --steps 2 --micro_batches 2 --commit abc --out".split()
     monkeypatch.setattr(sys, "argv", [*command, str(out)])
@@ -336,13 +341,14 @@ def test_one_command_runs_cases_and_writes_them_down(
     assert found["workload"]["size"] == "tiny"
     assert "results.json" in found["command"]
     assert str(tmp_path) not in found["command"]
-    one, two = (case["result"] for case in found["cases"])
+    one, two, plain = (case["result"] for case in found["cases"])
     assert len(one["losses"]) == 3
     assert one["losses"][-1] < one["losses"][0]
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-3)
+    assert plain["losses"] == pytest.approx(one["losses"], rel=0.02)  # whole blocks have other seeds than halves
     assert len(two["peak_gib"]) == 2
     assert 0 <= two["simulated_bubble"] < two["bubble"] < 1
-    assert "pp2-interleaved2-half-roofline" in printed[-3]
+    assert "pp2-interleaved2-half-roofline" in printed[-4]
     roofline = two["roofline"]
     parts = [sum(of_rank) for of_rank in zip(*roofline["parts_ns"].values(), strict=True)]
     assert parts == roofline["step_ns"]

@@ -718,6 +718,22 @@ def test_gradients_leave_a_graph_as_the_backward_asks_for_them() -> None:
     run.check(plain)
 
 
+def test_layers_of_a_kind_share_one_graph() -> None:
+    """Else torch.compile would compile eight of them, and run the rest as they are."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    run = Run(nn.Sequential(*(Apply(lambda layer, x: layer.inner(x).relu(), inner=linear()) for _ in range(3))))
+    for layer in run.model:
+        layer.compile(backend=backend, fullgraph=True)
+    run.model(torch.ones(2, WIDTH, requires_grad=True))
+    assert len(graphs) == 1
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,6 +1,7 @@
 """Benchmark cases: their names, and the commands that run them.
 
     [FRAMEWORK-]LAYOUT[-OPTION...]      pp4-1f1b   pp2dp2-zero1-bf16acc   ds-dp4-zero2   torch-pp4-zbv-compile
+                                        plain-pp1-compile-cudnn
 
 LAYOUT is made of pp, dp and tp with their sizes. An OPTION is one of `OPTIONS`, `zero` with a stage, `cap` with the
 activations that schedules zb-looped and auto may hold (in units of 1F1B's), or a schedule, its chunks a stage behind its
@@ -18,7 +19,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 # What stands before the layout -> the framework's name.
-FRAMEWORKS = {"ds": "deepspeed", "torch": "torch", "fsdp": "fsdp", "megatron": "megatron"}
+FRAMEWORKS = {"ds": "deepspeed", "torch": "torch", "fsdp": "fsdp", "megatron": "megatron", "plain": "plain"}
 OWN = "parallel3d"
 
 OPTIONS = {
@@ -29,6 +30,7 @@ OPTIONS = {
     "permicro": "gradients are reduced in every micro-batch",
     "once": "gradients are reduced in the last micro-batch alone",
     "compile": "blocks are compiled",
+    "graphs": "forwards and backwards are CUDA graphs; needs 4 warm-up steps",
     "cudnn": "attention by cuDNN where it can",
     "sp": "sequence parallelism",
     "shardcopies": "tensor_parallel.peer_copies is true",
@@ -167,12 +169,13 @@ def _read_options(text: str) -> tuple[set[str], dict[str, str], str]:
 
 def _check(case: Case) -> None:
     allowed = set(OPTIONS) - {"purebf16", "reshard"} if case.framework == OWN else _PEER_OPTIONS
+    allowed = {"compile", "cudnn"} if case.framework == "plain" else allowed
     if case.options - allowed:
         wrong = ", ".join(sorted(case.options - allowed))
         raise CaseError(f"case {case.name!r}: {wrong} is no option of {case.framework}")
     if len(case.options & _PARTITIONS) > 1:
         raise CaseError(f"case {case.name!r}: {', '.join(sorted(case.options & _PARTITIONS))} exclude each other")
-    if case.framework in ("deepspeed", "fsdp") and case.schedule:
+    if case.framework in ("deepspeed", "fsdp", "plain") and case.schedule:
         near = get_close_matches(case.schedule, [*OPTIONS, "zero1", "zero2"], n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise CaseError(f"case {case.name!r}: {case.framework} has no option or schedule {case.schedule!r}.{hint}")
@@ -180,6 +183,8 @@ def _check(case: Case) -> None:
         raise CaseError(f"case {case.name!r}: {case.framework} runs without tp here; leave tp{case.tp} out")
     if case.framework == "fsdp" and case.pp > 1:
         raise CaseError(f"case {case.name!r}: fsdp is data parallel alone; use torch-{case.layout}-1f1b")
+    if case.framework == "plain" and case.world_size > 1:
+        raise CaseError(f"case {case.name!r}: a plain loop runs on one GPU; use plain-pp1")
     if case.framework == "torch" and case.schedule not in _TORCH_SCHEDULES:
         known = ", ".join(_TORCH_SCHEDULES)
         raise CaseError(f"case {case.name!r}: torch has no schedule {case.schedule!r}; use one of {known}")
@@ -189,6 +194,8 @@ def command_of(case: Case, work: Workload, peers: Path | None) -> list[str]:
     """The script and its arguments, to be started once per rank. Raises CaseError for a peer without `peers`."""
     if case.framework == OWN:
         return [str(HERE / "ours.py"), *_own_arguments(case, work)]
+    if case.framework == "plain":
+        return [str(HERE / "plain.py"), *_workload(work), *_flags(case, compile="--compile", cudnn="--cudnn")]
     if peers is None:
         raise CaseError(f"case {case.name!r} needs --peers, the directory of the peers' scripts")
     script, arguments = _PEERS[case.framework](case)
@@ -206,15 +213,21 @@ def _own_partition(case: Case, work: Workload) -> list[str]:
     return arguments
 
 
+def _workload(work: Workload) -> list[str]:
+    arguments = {"micro_batch": work.micro_batch, "micro_batches": work.micro_batches, "warmup": work.warmup}
+    words = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
+    return ["--size", work.size, *words, "--steps", str(work.steps)]
+
+
 def _own_arguments(case: Case, work: Workload) -> list[str]:
-    arguments = ["--size", work.size, "--micro_batch", work.micro_batch, "--micro_batches", work.micro_batches]
-    arguments += ["--warmup", work.warmup, "--steps", work.steps, "--pp", case.pp, "--dp", case.dp]
+    arguments: list[object] = [*_workload(work), "--pp", case.pp, "--dp", case.dp]
     arguments += ["--tp", case.tp] if case.tp > 1 else []
     arguments += _flags(
         case,
         sp="--sequence_parallel",
         shardcopies="--shard_copies",
         compile="--compile",
+        graphs="--graphs",
         cudnn="--cudnn",
         models="--sliced_layers",
         roofline="--roofline",

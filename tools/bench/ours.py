@@ -95,6 +95,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sequence_parallel", action="store_true")
     parser.add_argument("--shard_copies", action="store_true", help="its shards travel by copies beside the products")
     parser.add_argument("--compile", action="store_true", help="compile layers and loss")
+    parser.add_argument("--graphs", action="store_true", help="capture forwards and backwards as CUDA graphs")
     parser.add_argument("--cudnn", action="store_true", help="attention by cuDNN where it can")
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--chunks", type=int, default=1, help="chunks a stage")
@@ -133,7 +134,7 @@ def make_config(args: argparse.Namespace, cuda: bool) -> dict[str, Any]:
             "sequence_parallel": args.sequence_parallel,
             "peer_copies": args.shard_copies,
         },
-        "compile": {"enabled": args.compile},
+        "compile": {"enabled": args.compile, "cuda_graphs": args.graphs},
         "attention": {"backend": ["cudnn", "flash", "efficient", "math"] if args.cudnn else "auto"},
         "zero_optimization": {"stage": args.zero, "reduce_per_micro_batch": per_micro_batch},
         "pipeline": {

@@ -89,8 +89,8 @@ class Training:
     config: Mapping[str, Any]
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line. words: its arguments, by default those of this process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", default=LAYOUTS, metavar="MODEL:LAYOUT", help="in the order they run")
     parser.add_argument("--cluster", help="as p3d plan takes it; default: the preset of this host's GPUs")
@@ -103,7 +103,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--commit", help="of the code, where git can't say")
     parser.add_argument("--cpu", action="store_true", help="use no GPU")
     parser.add_argument("--out", type=Path, default=Path("plan_accuracy.json"))
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     if args.steps < 1 or args.warmup < 2:
         parser.error("--steps is at least 1, --warmup 2, which no run record counts")
     return args
@@ -272,9 +272,9 @@ def start(args: argparse.Namespace) -> dict[str, Any]:
     return run
 
 
-def main() -> int:
-    """Train or read, predict, write, print; 0 if every layout has a record."""
-    args = parse_arguments()
+def main(words: Sequence[str] | None = None) -> int:
+    """Train or read, predict, write, print; 0 if every layout has a record. words: as those of parse_arguments."""
+    args = parse_arguments(words)
     try:
         run = start(args) if args.again is None else json.loads(args.again.read_text(encoding="utf-8"))
         names = dict.fromkeys(one["model"] for one in run["layouts"])

@@ -44,7 +44,7 @@ POLL = 0.2  # seconds between two looks at a case
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", default="7b", help="of the model: tiny, 1b, 3b or 7b; always tiny on the CPU")
+    parser.add_argument("--size", default="7b", help="of the model: tiny, 125m, 1b, 3b or 7b; always tiny on the CPU")
     parser.add_argument("--cases", default=OWN_CASES, help="this framework's, separated by commas, in their order")
     parser.add_argument("--peers", type=Path, metavar="DIR", help="the peers' scripts; without it none is run")
     parser.add_argument("--peer_cases", "--peer-cases", default=PEER_CASES, help="the peers', run after ours")

@@ -49,6 +49,7 @@ def chunk_memory(
     source: Literal["message", "loader", "local"],
     splits: bool,
     interval: int,
+    sends: bool = False,
 ) -> ChunkMemory:
     """Return the memory of a chunk of these layers, as PipelineModule.forward_chunk and Executor run them.
 
@@ -56,13 +57,14 @@ def chunk_memory(
     - labels: bytes of each tensor of the labels, if the chunk ends with the loss.
     - source: of the inputs. "local" ones come from a chunk of the same rank, which holds them.
     - splits: whether weight gradients are deferred; interval: layers recomputed together, 0 for none.
+    - sends: whether the output is sent, to a chunk of another rank, and then freed.
     """
     entering = [_Tensor(0 if source == "local" else nbytes, gradient) for nbytes, gradient in inputs]
     input_bytes = _bytes(entering)
     given = [*entering, *(_Tensor(nbytes, 0) for nbytes in labels)]
     regions = _regions(_chain(layers, entering, given[len(entering) :], splits), interval)
     outputs = regions[-1].steps[-1].leaving
-    walk = _Walk(regions, outputs, [] if splits else _shared_gradients(regions))
+    walk = _Walk(regions, outputs, [] if splits else _shared_gradients(regions), [] if sends else outputs)
     # With a loss the backward is given nothing but a number, which the forward makes.
     has_loss = layers[-1].loss is not None
     output_gradient = _gradient_bytes(outputs)
@@ -73,6 +75,7 @@ def chunk_memory(
         output_gradient=0 if has_loss else output_gradient,
         input_gradient=_gradient_bytes(entering),
         deferred=walk.deferred if splits else 0,
+        output=_bytes(set(outputs).difference(walk.first)),
     )
 
     def runs() -> Mapping[Op, Sequence[int]]:
@@ -186,17 +189,22 @@ def _shared_gradients(regions: Sequence[_Region]) -> list[_SharedGradient]:
 class _Walk:
     """A micro-batch's way through the regions and back.
 
-    - outputs: outputs of the chunk whose gradients come, which the executor keeps until the backward is done.
+    - outputs: outputs of the chunk whose gradients come; the executor keeps these until the backward is done.
+    - held: outputs that the executor keeps as long.
     - shared: gradients that several regions add to.
     - first: the first region that keeps each tensor, whose backward frees it.
     - saved: bytes between forward and backward, inputs included; deferred: bytes after a BACKWARD_INPUT.
     """
 
     def __init__(
-        self, regions: Sequence[_Region], outputs: Sequence[_Tensor] = (), shared: Sequence[_SharedGradient] = ()
+        self,
+        regions: Sequence[_Region],
+        outputs: Sequence[_Tensor] = (),
+        shared: Sequence[_SharedGradient] = (),
+        held: Sequence[_Tensor] = (),
     ):
-        self._regions, self._outputs, self._shared = regions, set(outputs), shared
-        self.first = dict.fromkeys(outputs, 0)
+        self._regions, self._outputs, self._shared, self._held = regions, set(outputs), shared, set(held)
+        self.first = dict.fromkeys(held, 0)
         for r, region in enumerate(regions):
             for tensor in region.kept:
                 self.first.setdefault(tensor, r)
@@ -249,7 +257,7 @@ class _Walk:
             # What it keeps of its outputs is in its own peak.
             outputs = _bytes(step.kept - set(step.inputs))
             kept = [step.inputs[k] for k in step.held.saved.inputs]
-            if all(self.first[tensor] == number and tensor not in self._outputs for tensor in kept):
+            if all(self.first[tensor] == number and tensor not in self._held for tensor in kept):
                 return step.held.sole_peak - _bytes(kept) - outputs
             return step.held.backward_peak - outputs
         again = _Walk([_Region.of([step], False) for step in region.steps])

@@ -94,8 +94,9 @@ class MemoryModel:
         on_cuda, layers = self.model.device == "cuda", self._layers(layout)
         model, chunks = self._state(replay, bounds, layout, stage), self.chunks(replay, bounds, layout, stage)
         within, held = (round(samples * nbytes) for nbytes in replay.peak(stage, chunks))
-        # The transport keeps the last gradients sent until it sends again.
-        sent = max(chunk.held.input_gradient if chunk.held.received else 0 for chunk in chunks.values())
+        # The transport keeps the last tensors sent until it sends again.
+        messages = (chunk.held for chunk in chunks.values())
+        sent = max(max(one.output, one.input_gradient if one.received else 0) for one in messages)
         tables = max((layers[k].tables for k in stage_layers(bounds, replay.placement, stage)), default=0)
         steady = {**model.steady, "tables": tables, "libraries": _LIBRARY_BYTES if on_cuda else 0}
         kept = {**model.kept, "messages": round(samples * sent) if on_cuda else 0}
@@ -157,10 +158,11 @@ class MemoryModel:
     ) -> ChunkMemory:
         start, stop = bounds[chunk], bounds[chunk + 1]
         is_local = chunk > 0 and placement[chunk - 1] == placement[chunk]
+        sends = chunk + 1 < len(placement) and placement[chunk + 1] != placement[chunk]
         layers, interval = self._layers(layout), layout.recompute
         # The same layers after an equal one hold the same, wherever they are. The profile keeps them, so ids stay valid.
         before = layers[start - 1] if start > 0 else None
-        key = (layout.micro_batch, interval, is_local, splits, id(before), *map(id, layers[start:stop]))
+        key = (layout.micro_batch, interval, is_local, sends, splits, id(before), *map(id, layers[start:stop]))
         if key not in self._chunks:
             loaded, labels = self.model.loaded(layout.micro_batch)
             inputs = [(nbytes, 0) for nbytes in loaded]
@@ -173,6 +175,7 @@ class MemoryModel:
                 "loader" if before is None else "local" if is_local else "message",
                 splits,
                 interval,
+                sends,
             )
         return self._chunks[key]
 

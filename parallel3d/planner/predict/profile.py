@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.comm.structures import TensorTree
-from parallel3d.config import Config, SelectivePolicy
+from parallel3d.config import SELECTIVE, Config, RecomputationPolicy, SelectivePolicy
 from parallel3d.costs.layer_profile import LayerProfile, extrapolated, recomputed
 from parallel3d.costs.model_traces import LossFunction, ModelTraces, TracedModel, rows_of
 from parallel3d.errors import PartitionError
 from parallel3d.parameters import ParameterInfo
-from parallel3d.pipe.layer_choice import choice_rule
+from parallel3d.pipe.layer_choice import Policies, policy_rule
 from parallel3d.pipe.ties import TieIndex
 from parallel3d.specs import Layer, layer_name
 from parallel3d.zero.layout import by_owners
@@ -59,8 +59,11 @@ class ModelProfile:
         self.config, self.device = config, device
         self._traceable = TracedModel(loss_fn, (inputs, labels), config, device)
         self.precision = self._traceable.precision
-        chosen = choice_rule(config.pipeline.checkpointable_layers, self.names, "checkpointable_layers")
-        self._recomputes = [chosen(k, layer) for k, layer in enumerate(self.specs)]
+        given = config.activation_checkpointing.policy
+        self._has_policies = isinstance(given, Mapping)
+        policies: Policies = given if isinstance(given, Mapping) else "full"
+        rule = policy_rule(config.pipeline.checkpointable_layers, policies, self.names)
+        self._given = [rule(k, layer) for k, layer in enumerate(self.specs)]
         # The CPU's attention is traced on fake tensors only; the meta device has no autocast.
         self._on_meta = device == "cuda" and self.precision.autocast is None
         self._in_other_layers: dict[tuple[int, ...], ModelProfile] = {}
@@ -133,6 +136,8 @@ class ModelProfile:
     ) -> tuple[LayerProfile, ...]:
         """Return the profile of each layer; equal layers share theirs. recompute, policy: as those of a Layout.
 
+        Without a policy what is recomputed is so by the configuration's policies, if it has them by layer.
+
         Raises PartitionError, which names the layer and the remedy, for one that can't be traced.
         """
         slicing = tensor_ranks, sequence_parallel and tensor_ranks > 1
@@ -141,15 +146,24 @@ class ModelProfile:
             if not recompute:
                 self._profiles[key] = self._trace(slicing, micro_batch, None)
             else:
-                plain = self.layers(tensor_ranks, sequence_parallel, micro_batch)
-                if policy is None:
-                    known = {id(p): recomputed(p) for p in {id(p): p for p in plain}.values()}
-                    again: Iterable[LayerProfile] = [known[id(p)] for p in plain]
-                else:
-                    again = self._trace(slicing, micro_batch, policy)
-                chosen = zip(plain, again, self._recomputes, strict=True)
-                self._profiles[key] = tuple(other if recomputes else p for p, other, recomputes in chosen)
+                policies = [self._policy_of(k, policy) for k in range(len(self.specs))]
+                found = {p: self._under(p, slicing, micro_batch) for p in dict.fromkeys(policies)}
+                self._profiles[key] = tuple(found[p][k] for k, p in enumerate(policies))
         return self._profiles[key]
+
+    def _policy_of(self, k: int, policy: SelectivePolicy | None) -> RecomputationPolicy:
+        given = self._given[k]
+        return given if given == "none" or (self._has_policies and policy is None) else policy or "full"
+
+    def _under(self, policy: RecomputationPolicy, slicing: _Slicing, micro_batch: int) -> Sequence[LayerProfile]:
+        """Return the profile of each layer under one policy."""
+        if policy in SELECTIVE:
+            return self._trace(slicing, micro_batch, policy)
+        plain = self.layers(*slicing, micro_batch)
+        if policy == "none":
+            return plain
+        known = {id(p): recomputed(p) for p in {id(p): p for p in plain}.values()}
+        return [known[id(p)] for p in plain]
 
     def stage_parameters(
         self,

@@ -26,7 +26,7 @@ from parallel3d.planner.search.model import PlannedModel
 from parallel3d.planner.search.reasons import trade_off, what_would_fit, why_not
 from parallel3d.planner.search.result import LinkLoad, PlanResult, Prediction, RankPlace, TimelineSpan
 from parallel3d.planner.search.search import MOST_NEAR, BranchAndBound, evaluate, listed
-from parallel3d.planner.search.space import POLICIES, Space, enumerate_space
+from parallel3d.planner.search.space import Space, enumerate_space
 from parallel3d.schedule.auto import Measured, make_plan
 from parallel3d.schedule.instructions import Op, Program
 from parallel3d.schedule.memory import bytes_in_flight
@@ -89,8 +89,6 @@ class Planner:
             raise ConfigError(f"{question.model.name} has {layers} layers; plan for a model of {_MOST_LAYERS} or fewer")
         offloads = config.zero_optimization.offload_param.device not in ("none", None)
         space = enumerate_space(count, batch, layers, halves, tensor_ranks, fixed, offloads)
-        if config.compile.enabled:  # a compiled layer can't recompute its attention alone
-            space = space.where(space.policy != POLICIES.index("attention"))
         if len(space):
             return space
         if fixed is not None and len(enumerate_space(count, batch, layers, halves, tensor_ranks)):
@@ -273,7 +271,7 @@ def _auto_program(predictor: Predictor, step: StepPrediction) -> Program:
         activations = max(bytes_in_flight(step.program.instructions[stage], own))
         # Bytes of the device that activations may take.
         others = memory.reserved - memory.allocated + memory.phases["backward"] - activations
-        room.append(float(memory.capacity - others))
+        room.append(float(memory.capacity - others - max(c.output for c in own.values())))
     cost = step.cost.cost()
     sends = {i for rank in step.program.instructions for i in rank if i.op is Op.SEND_ACTIVATION}
     transfer = max(map(cost, sends), default=0.0)

@@ -31,7 +31,7 @@ def why_not(search: BranchAndBound, shown: Sequence[Prediction]) -> tuple[Reject
             seconds=evaluated.seconds if isinstance(evaluated, StepPrediction) else None,
             peak=max(stage.reserved for stage in evaluated.memory),
         )
-        for evaluated in best.values()
+        for evaluated in list(best.values())[:_MOST]
     ]
     known = {*best, *(prediction.shape for prediction in shown)}
     return tuple([*rejected, *_ruled_out(search, known, winner)][:_MOST])

@@ -22,7 +22,7 @@ from parallel3d.planner.predict.costs import WORTH_HALVES, StepPrediction, fulln
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.predict.timing import Floats, Integers, compute_seconds, layer_times
 from parallel3d.planner.search.result import StageMemory
-from parallel3d.planner.search.space import LARGE, POLICIES, RECOMPUTED, Space
+from parallel3d.planner.search.space import LARGE, RECOMPUTED, Space
 from parallel3d.zero.memory import predict_state
 
 _ROOMY = 0.9  # share of the memory below which layers weren't split unevenly to fit
@@ -30,6 +30,7 @@ MOST_NEAR = 6  # candidates that are improved
 _OF_A_SHAPE = 3  # candidates of one shape that are listed
 _ALTERNATIVES = 5  # shapes whose most likely layouts are evaluated, so that there is something to compare with
 _LEANER = (0.2, 0.4, 0.6)  # shares of the memory whose most likely layouts are evaluated
+_FURTHER = 1.05  # times the best step, up to which layouts are searched if there are too few to list
 _TRIES = 8  # evaluated layouts of an alternative of which none fits
 _QUICK = 512  # stages x stages x chunks of an alternative: its program is made soon
 # The work of a micro-batch is proportional to its samples but for a constant part, which is at most this share of the bounds.
@@ -116,13 +117,21 @@ class Bounds:
         fastest = min(devices, key=lambda device: compute_seconds(Work(1e15, 1e14, 1e12), device))
         self._device = replace(fastest, host_seconds=min(device.host_seconds for device in devices))
         self.why_not_sharded: dict[int, str] = {}
+        self._refined: set[tuple[Any, ...]] = set()
         (self.seconds, self.passing), found = self._bound_seconds(space), np.zeros((2, len(space)))
         possible = np.isfinite(self.seconds)
         found[:, possible] = self._bound_bytes(space.where(possible))
         self.bytes, self.host = found
 
-    def refine(self, space: Space, rows: Integers) -> None:
-        """Bound layouts of a space again, by traces of their policies."""
+    def refine(self, space: Space, k: int) -> None:
+        """Bound layout k of a space again, by the traces of its policy, and all others that share them."""
+        if not space.policy[k]:
+            return
+        same = space.tensor_ranks[k], space.sequence_parallel[k], space.policy[k]
+        if same in self._refined:
+            return
+        self._refined.add(same)
+        rows = (space.tensor_ranks == same[0]) & (space.sequence_parallel == same[1]) & (space.policy == same[2])
         some = space.where(rows)
         self.seconds[rows], self.passing[rows] = self._bound_seconds(some, by_policy=True)
         self.bytes[rows], _ = self._bound_bytes(some, by_policy=True)
@@ -258,6 +267,9 @@ class BranchAndBound:
         shares: Floats = np.maximum(self.bounds.bytes / self.capacity, self.bounds.host / self.host_capacity)
         return shares
 
+    def _least_share(self, k: int) -> float:
+        return float(max(self.bounds.bytes[k] / self.capacity, self.bounds.host[k] / self.host_capacity))
+
     @property
     def candidates(self) -> list[StepPrediction]:
         """All layouts that were predicted."""
@@ -272,57 +284,53 @@ class BranchAndBound:
         """Return the candidates that fit, the best first; none if nothing fits."""
         possible = np.flatnonzero(np.isfinite(self.bounds.seconds) & (self.least_shares <= 1.0))
         order = possible[np.argsort(self._seconds[possible], kind="stable")]
-        selective = self.space.policy[order] > 0
-        if not selective.all():
-            self._find_best(order[~selective])
-        # Layers are recomputed in part where that may be faster than what fits with less: their traces take long.
-        for policy in range(1, len(POLICIES)):
-            best = min((c.rank[1] for c in self.fitting), default=np.inf)
-            others = order[(self.space.policy[order] == policy) & (self._seconds[order] < best)]
-            self.bounds.refine(self.space, others)
-            others = others[np.argsort(self._seconds[others], kind="stable")]
-            self._find_best(others[(self._seconds[others] < best) & (self.least_shares[others] <= 1.0)])
-        if self.fitting:
-            self._find_alternatives(order[~selective])
-        return self.fitting
-
-    def _find_best(self, order: Integers) -> None:
-        """Evaluate layouts, given in the order of their bounds, until the best that fits is found."""
         if len(self._predictor.network.cluster.gpus) > LARGE:
             # Predictions take long: whole blocks are searched first, and then half blocks in the best shape alone.
             is_half = self.space.halves[order] > 0
-            self._evaluate_in_order(order[~is_half])
+            self._find_best(order[~is_half])
             for best in self.fitting[:1]:
-                order = order[~is_half | (self.space.shapes[order] == best.layout.shape).all(axis=1)]
-        self._evaluate_in_order(order)
+                self._find_best(order[is_half & (self.space.shapes[order] == best.layout.shape).all(axis=1)])
+        else:
+            self._find_best(order)
+        if self.fitting:
+            self._find_alternatives(order[self.space.policy[order] == 0])
+        return self.fitting
 
-    def _evaluate_in_order(self, order: Integers) -> None:
-        """Evaluate layouts until no bound is below the best that fits.
+    def _find_best(self, order: Integers) -> None:
+        """Evaluate layouts, given in the order of their bounds, until no bound is below the best that fits.
 
-        Leave out those that, by their other bound, `passing`, can't be among the best that are listed.
+        Leave out those that, by their other bound, `passing`, can't be among the best that are listed. A layout that recomputes
+        a part of each layer takes longer than its twin that recomputes less, and comes after it, if that one doesn't fit.
         """
         best = min((c.rank[1] for c in self.fitting), default=np.inf)
         fitting, limit = {c.layout for c in self.fitting}, self._limit()
-        seconds, worth = self._seconds, np.where(self.space.halves, WORTH_HALVES, 1.0)
-        waiting = list(zip(seconds[order].tolist(), count(), order.tolist(), repeat(False)))  # in order, and so a heap
-        while waiting and (waiting[0][0] < best or len(fitting) < self._num_best):
-            _, n, k, is_near = heappop(waiting)
-            if self.bounds.passing[k] / worth[k] > limit:
+        worth, following = np.where(self.space.halves, WORTH_HALVES, 1.0), self.space.recomputing_more(order)
+        order = order[~np.isin(order, following)]
+        waiting = list(
+            zip(self._seconds[order].tolist(), count(), order.tolist(), repeat(False))
+        )  # in order, and so a heap
+        while waiting and waiting[0][0] < best * (_FURTHER if len(fitting) < self._num_best else 1.0):
+            bound, n, k, is_near = heappop(waiting)
+            self.bounds.refine(self.space, k)
+            layout, least = self._layout(k), float(self.bounds.seconds[k] / worth[k])
+            if self.bounds.passing[k] / worth[k] > limit or _with_whole_weights(layout) in fitting:
                 continue
-            layout = self._layout(k)
-            if layout in self.evaluated or (self._roomy and not self._roomy.isdisjoint(_no_slower(layout))):
+            if self._roomy and not self._roomy.isdisjoint(_no_slower(layout)):
                 continue
-            if _with_whole_weights(layout) in fitting or not fitting.isdisjoint(_recomputing_less(layout)):
+            if self._least_share(k) <= 1.0 and not is_near:
+                is_new = least > bound
+                heappush(waiting, (least if is_new else max(bound, self._near_bound(layout)), n, k, not is_new))
                 continue
-            if not is_near:
-                heappush(waiting, (self._near_bound(layout), n, k, True))
-                continue
-            candidate = self._evaluate(layout, best)
-            if candidate.fits:
-                fitting.add(layout)
-                best, limit = min(best, candidate.rank[1]), self._limit()
-                if fullness_of(candidate.memory) < _ROOMY:
-                    self._roomy.add(layout)
+            if is_near:
+                candidate = self._evaluate(layout, best)
+                if candidate.fits:
+                    fitting.add(layout)
+                    best, limit = min(best, candidate.rank[1]), self._limit()
+                    if fullness_of(candidate.memory) < _ROOMY:
+                        self._roomy.add(layout)
+                    continue
+            if following[k] >= 0:
+                heappush(waiting, (bound, n, int(following[k]), False))
 
     def _limit(self) -> float:
         """Return the seconds of a step above which a candidate is neither listed nor improved."""
@@ -365,12 +373,6 @@ def _with_whole_weights(layout: Layout) -> Layout:
     chunks = 1 if layout.stages == 1 else layout.chunks
     named = {"schedule": "interleaved" if chunks > 1 else "1f1b"} if layout.schedule == "gpipe" else {}
     return layout.model_copy(update={"zero": 2 * (layout.replicas > 1), "chunks": chunks, **named})
-
-
-def _recomputing_less(layout: Layout) -> list[Layout]:
-    """Return the twins of a layout that recompute less of each layer; none of one that recomputes all of it, or nothing."""
-    smaller = POLICIES[: POLICIES.index(layout.policy)]
-    return [layout.model_copy(update={"policy": p, "recompute": int(p is not None)}) for p in smaller]
 
 
 def _no_slower(layout: Layout) -> list[Layout]:

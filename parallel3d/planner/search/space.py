@@ -44,6 +44,9 @@ VARIANTS = tuple(
     for name, (placement, possible, _) in _SCHEDULES.items()
     for chunks in possible
 )
+_CHUNKS = np.array([variant.chunks for variant in VARIANTS])
+_SCHEDULE = np.array([variant.schedule for variant in VARIANTS])
+_WHOLE_BACKWARDS = np.isin(_SCHEDULE, list(WHOLE_BACKWARDS))
 
 
 @dataclass(frozen=True)
@@ -71,17 +74,12 @@ class Space:
     @property
     def chunks(self) -> Integers:
         """Chunks of a stage."""
-        return np.array([variant.chunks for variant in VARIANTS])[self.variant]
-
-    @property
-    def schedule(self) -> npt.NDArray[np.str_]:
-        """Name of the schedule."""
-        return np.array([variant.schedule for variant in VARIANTS])[self.variant]
+        return _CHUNKS[self.variant]
 
     @property
     def whole_backwards(self) -> BoolArray:
         """Whether the schedule leaves backwards whole."""
-        return np.isin(self.schedule, list(WHOLE_BACKWARDS))
+        return _WHOLE_BACKWARDS[self.variant]
 
     @property
     def in_flight(self) -> Floats:
@@ -97,8 +95,7 @@ class Space:
             "gpipe": np.inf,
             "zb-looped": np.where(m >= 1.5 * p, 1.2 * p, p),
         }
-        found: Floats = np.select([self.schedule == name for name in by_name], list(by_name.values()), p)
-        return found
+        return self.by_schedule(by_name, p)
 
     @property
     def deferred(self) -> Floats:
@@ -112,13 +109,31 @@ class Space:
             "zbv": np.clip(m - p, 0, p - 1) + one,
             "zb-looped": np.where(m >= 1.5 * p, 0.8 * p, m * one),
         }
-        found: Floats = np.select([self.schedule == name for name in by_name], list(by_name.values()), 0.0)
+        return self.by_schedule(by_name, 0.0)
+
+    def by_schedule(self, values: Mapping[str, Any], other: Integers | float) -> Floats:
+        """Return the value of each layout's schedule by its name, `other` for those without one."""
+        found: Floats = np.select(
+            [np.equal(_SCHEDULE, name)[self.variant] for name in values], list(values.values()), other
+        )
         return found
 
     @property
     def shapes(self) -> Integers:
         """Ranks along pipe, data, model, [layouts, 3]."""
         return np.stack([self.stages, self.replicas, self.tensor_ranks], axis=1)
+
+    def recomputing_more(self, among: Integers) -> Integers:
+        """Return for each layout the one of some that recomputes the next larger part of each layer, -1 if there is none."""
+        key = np.zeros(len(self), dtype=np.int64)
+        for name in ("halves", "tensor_ranks", "stages", "sequence_parallel", "micro_batch", "zero", "variant"):
+            column = getattr(self, name)
+            key = key * (int(column.max(initial=0)) + 1) + column
+        partly = among[self.recompute[among] == (self.policy[among] > 0)]
+        order = partly[np.lexsort([self.policy[partly], key[partly]])]
+        found: Integers = np.full(len(self), -1)
+        found[order[:-1]] = np.where(np.diff(key[order]) == 0, order[1:], -1)
+        return found
 
     def where(self, kept: BoolArray | Integers) -> Space:
         """Return the layouts that are kept: whether each is, or their indices."""
@@ -163,7 +178,7 @@ def enumerate_space(
     kept = (
         (space.shapes.prod(axis=1) == num_ranks)
         & (space.replicas * space.micro_batches * space.micro_batch == global_batch)
-        & (num_chunks <= np.where(space.schedule == "zb-looped", np.minimum(layers, most_searched), layers))
+        & (num_chunks <= space.by_schedule({"zb-looped": np.minimum(layers, most_searched)}, layers))
         & ((space.stages > 1) | ((space.variant == 0) | is_breadth_first) & (space.halves == 0))
         & (~is_breadth_first | is_asked | (space.zero == 3) & (space.micro_batches > space.stages))
         & (~is_breadth_first | is_asked | (num_chunks * space.micro_batches <= _MOST_BREADTH))

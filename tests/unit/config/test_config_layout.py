@@ -142,6 +142,9 @@ def test_a_complete_layout_means_one_configuration(layout: Layout):
     assert config.get("activation_checkpointing", {}).get("policy") == layout.policy
     base = {"activation_checkpointing": {"policy": "full", "profile": True}}
     assert configuration(layout, base)["activation_checkpointing"] == {"policy": layout.policy, "profile": True}
+    base = {"activation_checkpointing": {"policy": {"Block": "cheap"}}}
+    kept = {"Block": "cheap"} if layout.policy is None and layout.recompute else layout.policy
+    assert configuration(layout, base)["activation_checkpointing"] == {"policy": kept}
     assert config["train_micro_batch_size_per_gpu"] == layout.micro_batch
     assert config["gradient_accumulation_steps"] == layout.micro_batches
     assert config["zero_optimization"]["stage"] == layout.zero

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from parallel3d.autograd.selective import recomputed_in_graph
 from parallel3d.autograd.sink import GradientSink
 from parallel3d.autograd.split_backward import make_splittable, open_ports
 from parallel3d.engine.compile import torch_options
@@ -81,15 +83,85 @@ def test_a_compiled_block_breaks_no_graph_and_equals_a_plain_one(options: dict[s
             torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
 
 
-def test_blocks_share_their_graph():
+class PlainBlock(nn.Module):
+    """Linears of PyTorch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+RECOMPUTED = {"around": partial(recomputed_in_graph, keeps_attention=True)}
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (partial(make_block, {"residual_dropout": 0.1}), {}),
+        (partial(make_block, {"residual_dropout": 0.1}), RECOMPUTED),
+        (PlainBlock, {}),
+    ],
+    ids=["ours", "recomputed", "plain"],
+)
+def test_blocks_share_their_graph(make: Callable[[], nn.Module], options: dict[str, Any]):
     torch.compiler.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
     for _ in range(3):
-        block = make_block({"residual_dropout": 0.1})
-        block.compile(backend="aot_eager", fullgraph=True)
+        block = make()
+        block.compile(backend="aot_eager", fullgraph=True, **options)
         train(block)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def saved(layer: Callable[[Tensor], Tensor], x: Tensor, parameters: Iterable[Tensor]) -> int:
+    """Elements for each position that a compiled layer saves for its backward, its input too."""
+    node: Any = layer(x).grad_fn
+    while "Compiled" not in type(node).__name__:
+        node = node.next_functions[0][0]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in node.saved_tensors if t.dim() > 2}
+    own = {parameter.untyped_storage()._cdata for parameter in parameters}
+    return sum(nbytes for key, nbytes in storages.items() if key not in own) // (x.nbytes // x.shape[-1])
+
+
+def test_the_graph_of_a_selective_policy_saves_what_a_region_keeps():
+    """And its gradients are bitwise those of a plain block with the same masks."""
+    torch.compiler.reset()
+    hidden, ffn = SIZES["hidden_size"], SIZES["ffn_size"]
+    plain = make_block({"residual_dropout": 0.1})
+    torch.manual_seed(1)
+    wanted = train(plain)
+    # Input, queries, keys, values, output projection, gate and up, masks of a byte; with the attention, its
+    # output and a logarithm for each head.
+    products = 5 * hidden + 2 * ffn + 2 * hidden // 4
+    for keeps_attention, elements in ((True, products + hidden + SIZES["num_heads"]), (False, products)):
+        block = make_block({"residual_dropout": 0.1})
+        around = partial(recomputed_in_graph, keeps_attention=keeps_attention)
+        block.compile(around=around, backend="aot_eager", fullgraph=True)
+        torch.manual_seed(1)
+        for got, value in zip(train(block), wanted, strict=True):
+            torch.testing.assert_close(got, value, rtol=0, atol=0)
+        assert saved(block, torch.randn(2, 5, hidden).requires_grad_(), block.parameters()) == elements
+
+
+def test_a_graph_that_changes_a_kept_result_in_place_computes_its_gradient():
+    torch.compiler.reset()
+    linear, x = nn.Linear(16, 16), torch.randn(2, 5, 16)
+
+    def layer(x: Tensor) -> Tensor:
+        return (linear(x).mul_(2).sigmoid() - 0.5).relu_()
+
+    compiled = torch.compile(recomputed_in_graph(layer, True), backend="aot_eager", fullgraph=True)
+    found = []
+    for run in (layer, compiled):
+        given = x.clone().requires_grad_()
+        run(given).square().sum().backward()
+        found.append([given.grad, linear.weight.grad])
+        linear.weight.grad = None
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
 def test_a_copy_of_a_compiled_block_is_a_plain_one():

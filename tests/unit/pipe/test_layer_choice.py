@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from parallel3d.errors import ConfigError
-from parallel3d.pipe.layer_choice import choice_rule
+from parallel3d.pipe.layer_choice import choice_rule, policy_rule
 
 NAMES = ["Embed", "Block", "MLPBlock", "Head"]
 
@@ -39,3 +39,12 @@ def test_layers_are_chosen_by_names_a_pattern_or_a_function(choice: Any, chosen:
 def test_a_choice_that_no_layer_meets_is_an_error(choice: Any, message: str):
     with pytest.raises(ConfigError, match=message):
         choice_rule(choice, NAMES, "compile.layers")
+
+
+def test_policies_are_by_class_names():
+    every = policy_rule(None, {"Block": "cheap", "default": "attention", "Head": "none"}, NAMES)
+    assert [every(k, None) for k in range(4)] == ["attention", "cheap", "attention", "none"]
+    some = policy_rule("Block", {"MLPBlock": "full"}, NAMES)
+    assert [some(k, None) for k in range(4)] == ["none", "none", "full", "none"]
+    with pytest.raises(ConfigError, match=r"activation_checkpointing.policy names 'Blok'.* Did you mean 'Block'"):
+        policy_rule(None, {"Blok": "cheap", "default": "none"}, NAMES)

@@ -139,6 +139,14 @@ def test_recomputed_layers_hold_the_inputs_of_their_groups(interval: int):
     assert held.loaded == 1000
 
 
+def test_an_output_that_is_sent_is_held_until_then_unless_the_backward_needs_it():
+    hidden = 4 * SAMPLES * SEQ * HIDDEN
+    for last, needed in (Both, False), (Ends, True):
+        layers = traced([LayerSpec(Starts), LayerSpec(Both), LayerSpec(last)])
+        own, sent = (chunk_memory(layers, [(0, 0)], (), "loader", False, 0, sends).held for sends in (False, True))
+        assert (own.saved - sent.saved, sent.output, own.output) == ((0, 0, 0) if needed else (hidden, hidden, 0))
+
+
 def test_an_output_taken_on_its_own_rank_is_held_once():
     """zbv on 2 stages: the last stage hands chunk 1's output to chunk 2, whose weight gradients keep it."""
     handed, deferred = 100, 7

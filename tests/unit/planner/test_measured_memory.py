@@ -25,7 +25,7 @@ from cases import Workload, command_of, parse_case
 
 from parallel3d.config import load
 from parallel3d.config.layout import Layout
-from parallel3d.planner.predict.chunk_memory import MemoryReplay
+from parallel3d.planner.predict.chunk_memory import ChunkMemory, MemoryReplay, chunk_memory
 from parallel3d.planner.predict.memory import MemoryModel
 from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.schedule.builders import build
@@ -64,6 +64,12 @@ class BlockThen(nn.Module):
         return self.feed_forward(self.attention(x))
 
 
+def chunk_memory_then(*args: Any) -> ChunkMemory:
+    """At that time a stage held what it had sent until the backward."""
+    *others, _ = args
+    return chunk_memory(*others)
+
+
 def record_of(file: str, name: str) -> tuple[dict[str, Any], Workload]:
     """Return the benchmark's record of a case, and the workload of the file."""
     run = json.loads((RESULTS / f"2026-11-21-{file}.json").read_text())
@@ -98,7 +104,8 @@ def predicted(name: str, work: Workload, each: bool) -> list[float]:
     program = lower(build(args.schedule, args.pp, args.micro_batches, args.chunks, args.placement))
     replay = MemoryReplay.of(program)
     bounds = given["pipeline"]["partition"]
-    stages = [memory.stage(replay, bounds, layout, stage, 1, 1) for stage in range(args.pp)]
+    with mock.patch("parallel3d.planner.predict.memory.chunk_memory", chunk_memory_then):
+        stages = [memory.stage(replay, bounds, layout, stage, 1, 1) for stage in range(args.pp)]
     return [stage.allocated / 2**30 for stage in stages for _ in range(args.dp)]
 
 

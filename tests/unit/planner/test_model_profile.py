@@ -237,6 +237,17 @@ def test_a_layer_that_communicates_by_itself_is_refused():
         ModelProfile([LayerSpec(Communicates)], torch.zeros(2, 4), None, None, config).layers()
 
 
+def test_layers_have_the_configurations_policies_unless_the_layout_has_one():
+    by_class = {"Block": "cheap", "Head": "none", "default": "full"}
+    profile, plain = decoder_profile(changes={"activation_checkpointing": {"policy": by_class}}), decoder_profile()
+    cheap, attention = (plain.layers(recompute=1, policy=policy) for policy in ("cheap", "attention"))
+    embedding, block, *_, norm, head = profile.layers(recompute=1)
+    assert (embedding.recomputed, block.recomputed, norm.recomputed, head.recomputed) == (True, False, True, False)
+    assert block.whole == cheap[1].whole
+    assert profile.layers(recompute=1, policy="attention")[1].whole == attention[1].whole
+    assert profile.layers()[1].whole == plain.layers()[1].whole
+
+
 def test_norms_of_a_sequence_come_with_the_inputs_gradients():
     block = decoder_profile().layers()[1]
     assert block.early == {"attention_norm.weight", "mlp_norm.weight"}

@@ -1,0 +1,145 @@
+"""Instructions captured as CUDA graphs: the bits that they compute without, in the same memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import toy
+from graphed_runs import check, train
+from layouts import make_engine
+from ranks import RankPool
+from reference import Item
+from torch import Tensor, nn
+
+import parallel3d
+from parallel3d.errors import ExecutionError
+from parallel3d.models import DecoderConfig, causal_lm_loss, decoder
+from parallel3d.pipe import PipelineModule
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+BF16 = {"bf16": {"enabled": True}}
+GRAPHS = {"compile": {"cuda_graphs": True}}
+ACCUMULATION = 4
+
+
+@pytest.fixture(autouse=True)
+def own_memory() -> Iterator[None]:
+    """Each test begins on the default stream, with no memory reserved."""
+    before = torch.cuda.current_stream()
+    yield
+    torch.cuda.set_stream(before)
+    release()
+
+
+def release() -> None:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "tied", "config"),
+    [("1f1b", False, BF16), ("1f1b", True, {}), ("zb-h1", False, BF16), ("zb-h1", True, {})],
+)
+def test_graphs_train_bitwise_as_without_on_one_gpu(schedule: str, tied: bool, config: dict[str, Any]):
+    runs = [train(1, {"schedule": schedule}, tied, {**config, **changes}) for changes in (GRAPHS, {})]
+    check([runs[0]], [runs[1]])
+
+
+@pytest.mark.parametrize(
+    ("pp", "pipeline", "config"),
+    [
+        (2, {"schedule": "zb-h1"}, BF16),
+        (2, {"schedule": "zbv", "num_chunks": 2, "placement": "v"}, BF16),
+        (1, {}, {**BF16, "zero_optimization": {"stage": 1, "reduce_bucket_size": 1500}}),
+    ],
+)
+def test_graphs_train_bitwise_as_without_on_two_gpus(
+    gpu_pool: RankPool, pp: int, pipeline: dict[str, Any], config: dict[str, Any]
+):
+    graphed, plain = (gpu_pool.run(2, train, pp, pipeline, False, {**config, **c}) for c in (GRAPHS, {}))
+    check(graphed, plain)
+
+
+DECODER = DecoderConfig(
+    vocab_size=512,
+    hidden_size=512,
+    ffn_size=1408,
+    num_layers=6,
+    num_heads=8,
+    max_positions=1024,
+    residual_dropout=0.1,
+)
+
+
+def train_decoder(schedule: str, **compiled: Any) -> tuple[list[Tensor], int, int]:
+    """Losses, norms and weights after seven steps; the most bytes allocated in the first two, and reserved in all."""
+    release()
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "gradient_clipping": 1.0,
+        "steps_per_print": None,
+        "pipeline": {"schedule": schedule},
+        "attention": {"backend": "math"},  # whose backward is deterministic
+        "compile": compiled,
+        **BF16,
+    }
+    model = PipelineModule(decoder(DECODER), num_stages=1, loss_fn=causal_lm_loss, seed_layers=True, config=config)
+    engine, *_ = parallel3d.initialize(model=model, config=config)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(512, (7 * ACCUMULATION, 1, 1024), generator=generator)
+    data, results = iter([(x, x) for x in ids]), []
+    for _ in range(7):
+        results += [engine.train_batch(data), engine.get_global_grad_norm()]
+    results += [p.detach().clone() for p in model.parameters()]
+    return results, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_graphs_of_a_decoder(schedule: str, compiled: bool):
+    """With fused products into fp32, dropout, and compiled the operators of in_graph.py."""
+    plain, _, reserved = train_decoder(schedule, enabled=compiled)
+    graphed, _, graphed_reserved = train_decoder(schedule, enabled=compiled, cuda_graphs=True)
+    for got, wanted in zip(graphed, plain, strict=True):
+        assert torch.equal(torch.as_tensor(got), torch.as_tensor(wanted))
+    assert graphed_reserved <= 1.1 * reserved + 2**26, "CUDA graphs reserve more memory"
+
+
+class Reading(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * x.sum().item()
+
+
+class Drawing(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * float(torch.rand(()))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            Reading,
+            r"F0@0: .*can't be captured as a CUDA graph: .*in layer 1 \(Reading\); set compile.cuda_graphs to false",
+        ),
+        (Drawing, "a layer draws random numbers on the host, which a graph would repeat"),
+    ],
+)
+def test_a_layer_that_cannot_be_captured_is_named(make: Callable[..., nn.Module], message: str):
+    items = [Item(nn.Linear, (8, 8)), Item(make, (8, 8))]
+    engine = make_engine(items, nn.functional.mse_loss, **GRAPHS)
+    batch = torch.ones(toy.SAMPLES, 8), torch.zeros(toy.SAMPLES, 8)
+    for _ in range(2):
+        engine.train_batch(iter([batch]))
+    with pytest.raises(ExecutionError, match=message):
+        engine.train_batch(iter([batch]))
+    torch.ones(1, device="cuda").item()  # the device still works

@@ -1,0 +1,47 @@
+"""A training with and without CUDA graphs: the toy model with dropout, whose lengths change in one step."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+import toy
+from layouts import CLIPPING, TORCH_SEED, Run, make_engine, own_iterator, run_steps
+from taped_graphs import TapedGraphs
+
+from parallel3d.engine import step
+from parallel3d.schedule.instructions import COMPUTE_OPS
+
+ACCUMULATION, STEPS = 4, 6  # the third step is captured; in the fifth lengths change
+
+
+def train(pp: int, pipeline: dict[str, Any], tied: bool, config: dict[str, Any]) -> tuple[Run, int, int]:
+    """Also the number of captured graphs, and of this rank's compute instructions."""
+    torch.manual_seed(TORCH_SEED)
+    with nullcontext() if torch.cuda.is_available() else mock.patch.object(step, "CudaGraphs", TapedGraphs):
+        engine = make_engine(
+            toy.model(tied, dropout=0.2),
+            accumulation=ACCUMULATION,
+            clipping=CLIPPING,
+            pipeline={"stages": pp, **pipeline},
+            **config,
+        )
+    per_step = ACCUMULATION * engine.grid.get_data_parallel_world_size()
+    kinds = ["lengths" if k // per_step == 4 else "tuple" for k in range(STEPS * per_step)]
+    data = [toy.micro_batch(k, kind) for k, kind in enumerate(kinds)]
+    run = run_steps(engine, own_iterator(engine, data), STEPS)
+    program = engine._runner.programs.get(ACCUMULATION, training=True).instructions[engine.pipeline_module.stage_id]
+    works = getattr(engine._runner._executor, "_works", {})
+    return run, len(works), sum(i.op in COMPUTE_OPS for i in program)
+
+
+def check(graphed: list[tuple[Run, int, int]], plain: list[tuple[Run, int, int]]) -> None:
+    """Every compute instruction was captured, and losses, norms and weights are the same bits."""
+    for (run, captured, instructions), (wanted, none, _) in zip(graphed, plain, strict=True):
+        assert captured == instructions
+        assert none == 0
+        assert run[:2] == wanted[:2]
+        for name, weight in run[2].items():
+            assert torch.equal(weight, wanted[2][name]), name

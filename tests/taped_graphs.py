@@ -1,0 +1,103 @@
+"""CUDA graphs' stand-in on the CPU: operators are recorded while they are captured, and run again into the same tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import _unsafe_preserve_version_counter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+def _storages(tree: Any) -> list[int]:
+    return [leaf.untyped_storage().data_ptr() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+class Tape(TorchDispatchMode):
+    """Operators of one graph. Nothing that exists before is changed by the recording, as nothing runs in a real capture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._steps: list[Callable[[], Any]] = []
+        self._own: set[int] = set()
+        self._before: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        given = {a.name: v for a, v in zip(function._schema.arguments, args, strict=False)} | kwargs
+        written = [
+            given[a.name] for a in function._schema.arguments if a.alias_info is not None and a.alias_info.is_write
+        ]
+        written = tree_leaves([w for w in written if w is not None])
+        for tensor in written:
+            if not set(_storages(tensor)) & self._own:
+                self._before.append((tensor, tensor.clone()))
+        result = function(*args, **kwargs)
+        aliased = set(_storages((args, kwargs)))
+        new = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and not set(_storages(leaf)) & aliased]
+        self._own |= set(_storages(new))
+        if "empty" in function._schema.name:  # no kernel
+            return result.zero_()  # may be indices
+        self._steps.append(partial(self._again, function, args, kwargs, result, [*written, *new]))
+        return result
+
+    @staticmethod
+    def _again(function: Any, args: Any, kwargs: Any, result: Any, changed: list[Tensor]) -> None:
+        with _unsafe_preserve_version_counter(tuple(changed)):  # a replay happens behind autograd's back
+            for old, new in zip(tree_leaves(result), tree_leaves(function(*args, **kwargs)), strict=True):
+                if any(old is tensor for tensor in changed) and old is not new:
+                    old.copy_(new)
+
+    def call(self, function: Callable[[], Any]) -> None:
+        """Record a call of the host."""
+        self._steps.append(function)
+
+    def undo(self) -> None:
+        """Restore what the recording has changed."""
+        for tensor, before in reversed(self._before):
+            tensor.data.copy_(before)
+        self._before.clear()
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        """Run the operators again."""
+        for step in self._steps:
+            step()
+
+
+class TapedGraphs:
+    """Stand-in of CudaGraphs."""
+
+    def __init__(self, device: torch.device):
+        self._seeds: dict[int, int] = {}
+
+    def begin(self) -> None:
+        """Begin a pool."""
+
+    @contextmanager
+    def capture(self, layers: Sequence[int]) -> Iterator[Tape]:
+        """Record what the block runs."""
+        self._tape, self._host = Tape(), torch.get_rng_state()
+        with self._tape:
+            yield self._tape
+        self._tape.undo()
+        torch.set_rng_state(self._host)
+
+    def enter(self, layer: int) -> None:
+        """Begin a layer's stream."""
+        self._tape.call(lambda: torch.manual_seed(self._seeds[layer]) and None)
+
+    def seed(self, layer: int) -> None:
+        """Seed a layer's stream for the next replay."""
+        self._seeds[layer] = torch.initial_seed()
+
+    def drew(self, layers: Sequence[int]) -> Sequence[int]:
+        """Return all layers."""
+        return layers
