@@ -70,6 +70,11 @@ def note_place(error: Exception, place: str) -> None:
     vars(error).setdefault("parallel3d_place", place)
 
 
+def message_of(error: Exception) -> str:
+    """Return what other ranks are told of an error: its message, with its type if it is not of this package."""
+    return str(error) if isinstance(error, Parallel3DError) else f"{type(error).__name__}: {error}"
+
+
 def first_line_of(error: Exception) -> str:
     """Return the type and the first line of an exception, and the place that was noted."""
     line = printable(next(iter(str(error).splitlines()), ""))

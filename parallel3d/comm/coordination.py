@@ -21,7 +21,7 @@ import torch.distributed as dist
 from parallel3d.comm.collectives import Group
 from parallel3d.comm.liveness import PeerLiveness
 from parallel3d.comm.membership import proof
-from parallel3d.errors import CommunicationError, Parallel3DError, PeerError
+from parallel3d.errors import CommunicationError, Parallel3DError, PeerError, message_of
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 # torch's TCPStore takes no values of more than 8 MiB.
@@ -129,8 +129,7 @@ class CollectiveDecision:
                     self._check(rank, purpose)
                 answers = [{"item": item} for item in decide([value for _, value in came])]
             except Exception as error:  # whatever it is, the others are waiting for it
-                message = str(error) if isinstance(error, Parallel3DError) else f"{type(error).__name__}: {error}"
-                answers = [{"error": message, "kind": type(error).__name__}] * self._size
+                answers = [{"error": message_of(error), "kind": type(error).__name__}] * self._size
         for rank in others:
             self._put(f"{self._number}/answer/{rank}", {**answers[rank], "purpose": self._purpose})
         self._wait_for_readers()

@@ -8,23 +8,21 @@ from pydantic import BeforeValidator, SecretStr
 
 from parallel3d.config.section import NonEmpty, NonNegative, Positive, Section, key, keys_of, own_key, read_only
 
-_FOLDER = 'a folder, or "" for the working directory'
+
+class FilesConfig(Section):
+    """Files in output_path/job_name."""
+
+    enabled: bool = False
+    output_path: str = key("", 'a folder, or "" for the working directory')
+    job_name: NonEmpty = "DeepSpeedJobName"
 
 
-class TensorboardConfig(Section):
+class TensorboardConfig(FilesConfig):
     """Event files of TensorBoard in output_path/job_name."""
 
-    enabled: bool = False
-    output_path: str = key("", _FOLDER)
-    job_name: NonEmpty = "DeepSpeedJobName"
 
-
-class CsvMonitorConfig(Section):
+class CsvMonitorConfig(FilesConfig):
     """A CSV file of each value in output_path/job_name."""
-
-    enabled: bool = False
-    output_path: str = key("", _FOLDER)
-    job_name: NonEmpty = "DeepSpeedJobName"
 
 
 class WandbConfig(Section):

@@ -39,19 +39,24 @@ OffloadDevice = Literal["none", "cpu", "nvme"]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 
 
-def _check_nvme_path(device: OffloadDevice | None, path: str | None) -> None:
-    if device == "nvme" and path is None:
-        raise ValueError("device is nvme, but nvme_path is missing; give a directory on a local disk")
+class _Offload(Section):
+    device: OffloadDevice | None = key("none", '"none", "cpu" or "nvme"')
+    nvme_path: NonEmpty | None = key(None, "a directory on a local disk, for device nvme")
+    pin_memory: bool = key(True, "true or false", differs="true by default: copies overlap only with pinned memory")
+
+    @model_validator(mode="after")
+    def _has_place(self) -> _Offload:
+        if self.device == "nvme" and self.nvme_path is None:
+            raise ValueError("device is nvme, but nvme_path is missing; give a directory on a local disk")
+        return self
 
 
-class OffloadOptimizerConfig(Section):
+class OffloadOptimizerConfig(_Offload):
     """Masters and optimizer state in host memory or on NVMe; the step runs on the device, or on the CPU."""
 
     known_keys = keys_of("offload_optimizer")
     unset_by_auto = frozenset({"device", "buffer_count", "pin_memory"})
 
-    device: OffloadDevice | None = key("none", '"none", "cpu" or "nvme"')
-    nvme_path: NonEmpty | None = key(None, "a directory on a local disk, for device nvme")
     step: Literal["device", "cpu"] = own_key(
         "device", '"device" to pass the state through a window of the device\'s memory, or "cpu" to update on the CPU'
     )
@@ -66,11 +71,9 @@ class OffloadOptimizerConfig(Section):
     buffer_count: Annotated[int, Field(ge=2), BeforeValidator(whole)] = key(
         4, "a whole number of buffers >= 2 in the window"
     )
-    pin_memory: bool = key(True, "true or false", differs="true by default: copies overlap only with pinned memory")
 
     @model_validator(mode="after")
-    def _has_place(self) -> OffloadOptimizerConfig:
-        _check_nvme_path(self.device, self.nvme_path)
+    def _splits_state(self) -> OffloadOptimizerConfig:
         if self.device != "nvme" and self.host_ratio:
             raise ValueError(f"host_ratio is {self.host_ratio:g}, but only device nvme splits its state; drop it")
         if self.device == "nvme" and self.step == "cpu":
@@ -80,14 +83,12 @@ class OffloadOptimizerConfig(Section):
         return self
 
 
-class OffloadParamConfig(Section):
+class OffloadParamConfig(_Offload):
     """Shards of weights in host memory or on NVMe (stage 3), copied to the device when they are gathered."""
 
     known_keys = keys_of("offload_param")
     unset_by_auto = frozenset({"device", "max_in_cpu", "pin_memory", "buffer_count"})
 
-    device: OffloadDevice | None = key("none", '"none", "cpu" or "nvme"')
-    nvme_path: NonEmpty | None = key(None, "a directory on a local disk, for device nvme")
     max_in_cpu: NonNegative | None = key(
         None,
         "a whole number of elements >= 0 in host memory, such as 1e9, or null",
@@ -98,16 +99,10 @@ class OffloadParamConfig(Section):
         "a whole number of buffers >= 2 in host memory, for device nvme",
         differs="each has the size of the largest shard",
     )
-    pin_memory: bool = key(True, "true or false", differs="true by default: copies overlap only with pinned memory")
     fill_freed_memory: bool = own_key(
         True,
         "true or false, whether more weights stay gathered while activations take less memory than at its peak (CUDA)",
     )
-
-    @model_validator(mode="after")
-    def _has_place(self) -> OffloadParamConfig:
-        _check_nvme_path(self.device, self.nvme_path)
-        return self
 
 
 def _read_cpu_offload(value: object) -> object:

@@ -23,6 +23,7 @@ from parallel3d.config import Config
 from parallel3d.config.monitors import (
     CometConfig,
     CsvMonitorConfig,
+    FilesConfig,
     MlflowConfig,
     RunRecordConfig,
     TensorboardConfig,
@@ -49,7 +50,7 @@ class Monitor(Protocol):
         """Write (name, value, number of samples) of each event, in the order of samples."""
 
 
-def _folder(section: TensorboardConfig | CsvMonitorConfig) -> Path:
+def _folder(section: FilesConfig) -> Path:
     folder = Path(section.output_path, section.job_name)
     folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -17,6 +17,7 @@ from parallel3d.models.huggingface.meta import load_wrapped
 from parallel3d.models.huggingface.weights import Weights
 
 _ADAPTER = "default"
+_KEPT = ("lora_A", "lora_B", "modules_to_save")  # parts of adapted modules that parts of the model can read
 # Initializations of PEFT that need no weight of the model.
 _INDEPENDENT = (True, False, "gaussian")
 
@@ -41,7 +42,7 @@ def load_adapted(directory: Path, dtype: torch.dtype, adapters: Path | Any) -> t
     base_names = set(model.state_dict())
     adapted = module.get_peft_model(model, config, adapter_name=_ADAPTER)
     own = {name: p for name, p in model.named_parameters() if merged_name(name) is None}
-    kept = all(f".{kind}.{_ADAPTER}." in name for name in own for kind in [_kind(name)])
+    kept = all(any(f".{kind}.{_ADAPTER}." in name for kind in _KEPT) for name in own)
     independent = is_stored or getattr(config, "init_lora_weights", None) in _INDEPENDENT
     if weights is None or not kept or not independent:
         return _whole(module, directory, dtype, adapters, config), None
@@ -52,10 +53,6 @@ def load_adapted(directory: Path, dtype: torch.dtype, adapters: Path | Any) -> t
     for name, tensor in (_stored(adapters, own) if isinstance(adapters, Path) else _drawn(model, config)).items():
         weights.put(name, tensor)
     return adapted, weights
-
-
-def _kind(name: str) -> str:
-    return next((kind for kind in ("lora_A", "lora_B", "modules_to_save") if f".{kind}." in name), "")
 
 
 def _whole(module: Any, directory: Path, dtype: torch.dtype, adapters: Path | Any, config: Any) -> nn.Module:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from parallel3d.checkpoint.export import (
 )
 from parallel3d.comm.collectives import all_gather_object, receive_bytes, send_bytes
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.errors import CheckpointError, Parallel3DError
+from parallel3d.errors import CheckpointError, message_of
 from parallel3d.models.huggingface.adapters import PREFIX, is_saved, merged, merged_name, save_adapters
 from parallel3d.models.huggingface.wrap import WrappedPart
 from parallel3d.parameters import Slicing, slicing_of, whole_shape
@@ -44,6 +45,7 @@ class Trained(Protocol):
 
 # A parameter's place in the whole model: index of the layer, name in the layer.
 Key = tuple[int, str]
+K = TypeVar("K", Key, str)
 
 
 @dataclass(frozen=True)
@@ -109,42 +111,25 @@ def whole_module_state(
 
     Weights that live as shards are gathered module by module, and the parts of tensor-parallel ranks put together. Collective.
     """
-    contributes = groups.coordinate("data") == 0
-    slicings = {name: slicing_of(p) for name, p in module.named_parameters(remove_duplicate=False)}
-    everyone = all_gather_object(slicings if contributes else {}, groups.control)
     frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
-    state: dict[str, Tensor] = {}
+    modules: list[tuple[nn.Module, dict[str, Tensor]]] = []
+    pieces: dict[str, Piece] = {}
     for path, submodule in module.named_modules():
+        own: dict[str, Tensor] = {}
+        submodule._save_to_state_dict(own, f"{path}." if path else "", keep_vars=True)
+        own = {name: tensor for name, tensor in own.items() if not (exclude_frozen_parameters and name in frozen)}
+        modules.append((submodule, own))
+        pieces |= {name: _piece(all_of(name), tensor, tensor.dtype) for name, tensor in own.items()}
+    holders = _holders(all_gather_object(pieces if groups.coordinate("data") == 0 else {}, groups.control))
+    state: dict[str, Tensor] = {}
+    for submodule, own in modules:
         with GatheredParameters(submodule.parameters(recurse=False)):
-            own: dict[str, Tensor] = {}
-            if contributes:
-                submodule._save_to_state_dict(own, f"{path}." if path else "", keep_vars=True)
             for name, tensor in own.items():
-                if not (exclude_frozen_parameters and name in frozen):
-                    parts = {rank: everyone[rank].get(name) for rank in groups.model.ranks}
-                    _put_together(state, name, tensor.detach(), parts, groups)
+                if groups.rank == 0:
+                    state[name] = _whole(holders[name], tensor.detach, groups)
+                elif groups.rank in holders[name]:
+                    send_bytes(tensor.detach(), 0, groups.control)
     return state if groups.rank == 0 else None
-
-
-def _put_together(
-    state: dict[str, Tensor], name: str, own: Tensor, slicings: Mapping[int, Slicing | None], groups: ProcessGroups
-) -> None:
-    """Set a whole tensor on rank 0 of the parts that tensor-parallel ranks hold, given what part of it each has."""
-    mine = slicings[groups.rank]
-    if groups.rank != 0:
-        if mine is not None:
-            send_bytes(own, 0, groups.control)
-        return
-    if mine is None:
-        state[name] = own.cpu().clone()
-        return
-    sizes = [mine.size if dim == mine.dim else size for dim, size in enumerate(own.shape)]
-    state[name] = torch.empty(sizes, dtype=own.dtype, device="cpu")
-    for rank, slicing in slicings.items():
-        assert slicing is not None
-        shape = [slicing.length if dim == slicing.dim else size for dim, size in enumerate(sizes)]
-        part = own.cpu() if rank == 0 else receive_bytes(shape, own.dtype, rank, groups.control)
-        slicing.write(state[name], part)
 
 
 @dataclass(frozen=True)
@@ -191,8 +176,8 @@ class _Directory:
             targets = {name: (all_of(name, *p.whole), p.dtype) for name, p in final.items() if name is not None}
             write_weights(self.directory, targets, merged(peft, named), config, self.dtype, self.max_file_bytes)
         else:
-            with appearing(self.directory) as partial:
-                save_adapters(peft, partial, {name: t.to(self.dtype or t.dtype, copy=True) for name, t in named})
+            with appearing(self.directory) as hidden:
+                save_adapters(peft, hidden, {name: t.to(self.dtype or t.dtype, copy=True) for name, t in named})
 
 
 def _save(module: PipelineModule, masters: Mapping[nn.Parameter, Tensor], output: _Directory | _StateDict) -> None:
@@ -209,7 +194,7 @@ def _save(module: PipelineModule, masters: Mapping[nn.Parameter, Tensor], output
             raise CheckpointError("merge_adapters is True, but the model has no adapters; leave it out")
         pieces, config = _own_pieces(layers, peft, masters, output)
     except Exception as raised:
-        error = _message(raised)
+        error = message_of(raised)
     everyone = all_gather_object((pieces if groups.coordinate("data") == 0 else {}, config, error), groups.control)
     _raise_first([error for _, _, error in everyone])
     holders = _holders([pieces for pieces, _, _ in everyone])
@@ -246,15 +231,12 @@ def _own_pieces(
                 continue
             if peft is not None and not output.merge and not is_saved(peft, name, tensor):
                 continue
-            value = masters.get(tensor, tensor)
-            pieces[place, name] = Piece(
-                stored, tuple(value.shape), whole_shape(tensor), value.dtype, slicing_of(tensor)
-            )
+            pieces[place, name] = _piece(stored, tensor, masters.get(tensor, tensor).dtype)
     return pieces, config
 
 
-def _message(error: Exception) -> str:
-    return str(error) if isinstance(error, Parallel3DError) else f"{type(error).__name__}: {error}"
+def _piece(stored: Stored, tensor: Tensor, dtype: torch.dtype) -> Piece:
+    return Piece(stored, tuple(tensor.shape), whole_shape(tensor), dtype, slicing_of(tensor))
 
 
 class _Values:
@@ -290,9 +272,9 @@ def _raise_first(errors: Sequence[str | None]) -> None:
         raise CheckpointError(found)
 
 
-def _holders(everyone: Sequence[Mapping[Key, Piece]]) -> dict[Key, dict[int, Piece]]:
+def _holders(everyone: Sequence[Mapping[K, Piece]]) -> dict[K, dict[int, Piece]]:
     """Return which ranks hold a piece of each tensor, in the order of the layers; a tied tensor at its first place only."""
-    holders: dict[Key, dict[int, Piece]] = {}
+    holders: dict[K, dict[int, Piece]] = {}
     written: set[Stored] = set()
     for key in sorted({key for pieces in everyone for key in pieces}):
         held: dict[int, Piece] = {}
@@ -307,18 +289,19 @@ def _holders(everyone: Sequence[Mapping[Key, Piece]]) -> dict[Key, dict[int, Pie
     return holders
 
 
-def _whole(key: Key, held: Mapping[int, Piece], own: _Values, groups: ProcessGroups) -> Tensor:
-    """Return a whole tensor, on the host of rank 0. The other ranks send their pieces in the order of `_holders`."""
+def _whole(held: Mapping[int, Piece], own: Callable[[], Tensor], groups: ProcessGroups) -> Tensor:
+    """Return a whole tensor, on the host of rank 0, to which the other ranks that hold a piece send theirs.
+
+    own: returns the piece of rank 0, if it holds one.
+    """
     first = next(iter(held.values()))
     whole = torch.empty(first.whole, dtype=first.dtype, device="cpu")
     for rank, piece in held.items():
-        if rank == groups.rank:
-            value = own.of(key)
-        else:
-            value = receive_bytes(piece.shape, piece.dtype, rank, groups.control)
+        value = own() if rank == groups.rank else receive_bytes(piece.shape, piece.dtype, rank, groups.control)
         if piece.slicing is None:
-            return value.cpu()
-        piece.slicing.write(whole, value)
+            whole.copy_(value)
+        else:
+            piece.slicing.write(whole, value)
     return whole
 
 
@@ -331,12 +314,12 @@ def _write(
     peft: Any,
 ) -> str | None:
     """Write all tensors on rank 0, and return the error, if any, once all pieces of other ranks have been received."""
-    tensors = ((key, _whole(key, held, own, groups)) for key, held in holders.items())
+    tensors = ((key, _whole(held, partial(own.of, key), groups)) for key, held in holders.items())
     error = None
     try:
         output.write({key: next(iter(held.values())) for key, held in holders.items()}, tensors, config, peft)
     except Exception as raised:
-        error = _message(raised)
+        error = message_of(raised)
     for _ in tensors:  # receives what the other ranks still send
         pass
     return error

@@ -73,16 +73,11 @@ def from_hf(
         except ConfigError as error:
             raise ConfigError(f"{directory / 'config.json'}: {error}") from None
         stored = open_directory(directory, family.base) if weights else None
-    sizes = replace(_checked(sizes, tied, stored, str(directory or type(source).__name__)), huggingface=raw)
-    return decoder(sizes, _dtype(raw) if dtype == "auto" else dtype, stored, units)
-
-
-def _checked(sizes: DecoderConfig, tied: bool | None, stored: Weights | None, where: str) -> DecoderConfig:
-    """Return the sizes with what is known of the tie. Raises CheckpointError for weights that aren't the model's."""
+    where = str(directory or type(source).__name__)
     sizes = _tie(sizes, tied, stored, where)
     if stored is not None:
         check_weights(stored, all_stored(sizes), sizes.tied, where)
-    return sizes
+    return decoder(replace(sizes, huggingface=raw), _dtype(raw) if dtype == "auto" else dtype, stored, units)
 
 
 def _adapted(
