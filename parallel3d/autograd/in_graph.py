@@ -125,7 +125,8 @@ def open_together(layers: Sequence[tuple[Port, Tensor | None, Tensor | None]]) -
     ports = _Ports(port for port, *_ in layers)
     needed = [parameter for port, *parameters in layers for parameter in port.prepare(*parameters)]
     token = _Token.apply(_OF_TOKENS.add(ports), *needed) if needed else torch.empty(0)
-    edges = iter(token.grad_fn.next_functions if needed else ())
+    node: Any = token.grad_fn
+    edges = iter(node.next_functions if needed else ())
     for port in ports:
         port.use(token, edges, ports)
 
@@ -266,7 +267,8 @@ class _Linears(torch.autograd.Function):
     def forward(
         ctx: Any, boundary: tuple[Any, ...], size: int, x: Tensor, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
-        weights, biases, numbers = (list(tensors[k * size : (k + 1) * size]) for k in range(3))
+        parts: Any = [list(tensors[k * size : (k + 1) * size]) for k in range(3)]
+        weights, biases, numbers = parts
         ctx.boundary, ctx.tokens = boundary, len(tensors) - 3 * size
         ctx.save_for_backward(x, *numbers, *(weights if ctx.needs_input_grad[2] else ()))
         if boundary == NO_BOUNDARY.described:
