@@ -1,9 +1,9 @@
 """Linear and embedding layers inside the graphs of torch.compile, where weight gradients go to a sink too.
 
-Products whose operands enter or leave through a boundary are one operator of the graph forward and one backward, each of which
-runs the code of the layer outside of graphs; those without a boundary are products of the graph itself. An operator gives
-weight gradients to a `Port`, which adds them to their accumulators, queues them, or hands them to autograd. So the layer does
-not break the graph, and its backward is split.
+An operator in the graph of the backward gives weight gradients to a `Port`, which adds them to their accumulators, queues them,
+or hands them to autograd. So the layer does not break the graph, and its backward is split. The other products of a layer are
+torch's own operators, but for those between which a boundary communicates: these run, in one operator forward and one
+backward, the code of the layer outside of graphs.
 
 The tensors of queued gradients outlive the graph's own use of them, so it must not write into their memory: INDUCTOR_OPTIONS.
 """
@@ -125,7 +125,8 @@ def open_together(layers: Sequence[tuple[Port, Tensor | None, Tensor | None]]) -
     ports = _Ports(port for port, *_ in layers)
     needed = [parameter for port, *parameters in layers for parameter in port.prepare(*parameters)]
     token = _Token.apply(_OF_TOKENS.add(ports), *needed) if needed else torch.empty(0)
-    edges = iter(token.grad_fn.next_functions if needed else ())
+    node: Any = token.grad_fn
+    edges = iter(node.next_functions if needed else ())
     for port in ports:
         port.use(token, edges, ports)
 
@@ -172,23 +173,20 @@ def _gradients_of_linears(
     given = x if any(port.needs_weight for port in ports) else None
 
     def give(k: int, rows: Tensor, entered: Tensor | None) -> None:
-        _give(ports[k], rows, entered)
+        ports[k].give(None if entered is None else Product(rows, entered), RowSum(rows))
 
     hides = not ports[0].sink.is_deferring
     dx = backward_of_linears(_boundary(*boundary), given, weights, gradients, hides, give)
     return x.new_empty(0) if dx is None else dx, [_of_token(x) for _ in ports]
 
 
-def _give(port: Port, rows: Tensor, x: Tensor | None) -> None:
-    port.give(None if x is None else Product(rows, x), RowSum(rows))
-
-
-def _give_of_linears(gradients: Sequence[Tensor | None], x: Tensor, numbers: Sequence[Tensor]) -> list[Tensor]:
-    rows = rows_of(x)
-    for gradient, number in zip(gradients, numbers, strict=True):
-        if gradient is not None:
-            port = PORTS[int(number)]
-            _give(port, rows_of(gradient), rows if port.needs_weight else None)
+def _give_linears(
+    gradients: Sequence[Tensor], x: Tensor, numbers: Sequence[Tensor], have_bias: Sequence[bool]
+) -> list[Tensor]:
+    entered = rows_of(x)
+    for gradient, number, has_bias in zip(gradients, numbers, have_bias, strict=True):
+        rows = rows_of(gradient)
+        PORTS[int(number)].give(Product(rows, entered), RowSum(rows) if has_bias else None)
     return [_of_token(x) for _ in numbers]
 
 
@@ -227,11 +225,11 @@ _linears_backward = define(
     _gradients_of_linears,
     lambda _, x, weights, numbers, *__: (x.new_empty(x.shape if weights else 0), [_of_token(x) for _ in numbers]),
 )
-_linears_give = define(
-    "linears_give",
-    "(Tensor?[] gradients, Tensor x, Tensor[] numbers) -> Tensor[]",
-    _give_of_linears,
-    lambda _, x, numbers: [_of_token(x) for _ in numbers],
+_linears_given = define(
+    "linears_given",
+    "(Tensor[] gradients, Tensor x, Tensor[] numbers, bool[] have_bias) -> Tensor[]",
+    _give_linears,
+    lambda _, x, numbers, *__: [_of_token(x) for _ in numbers],
 )
 _linears = define(
     "linears",
@@ -261,29 +259,42 @@ _embedding_backward = define(
 # Functions of autograd around the operators: kernels of operators for autograd cost the host 10 us more a call.
 
 
+class _Products(torch.autograd.Function):
+    """Linear layers without a boundary. size: their number."""
+
+    @staticmethod
+    def forward(ctx: Any, size: int, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+        weights, biases, numbers = (tensors[k * size : (k + 1) * size] for k in range(3))
+        ctx.num_tokens, ctx.have_bias = len(tensors) - 3 * size, [bias is not None for bias in biases]
+        ctx.save_for_backward(x, *numbers, *(weights if ctx.needs_input_grad[1] else ()))
+        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, *others = ctx.saved_tensors
+        numbers, weights, unused = others[: len(gradients)], others[len(gradients) :], [None] * len(gradients)
+        dx = multiply(list(zip(gradients, weights, strict=True))) if weights else None
+        dtokens = _linears_given(gradients, x, numbers, ctx.have_bias)
+        return None, dx, *unused, *unused, *unused, *dtokens[: ctx.num_tokens]
+
+
 class _Linears(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, boundary: tuple[Any, ...], size: int, x: Tensor, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
-        weights, biases, numbers = (list(tensors[k * size : (k + 1) * size]) for k in range(3))
-        ctx.boundary, ctx.tokens = boundary, len(tensors) - 3 * size
+        parts: Any = [list(tensors[k * size : (k + 1) * size]) for k in range(3)]
+        weights, biases, numbers = parts
+        ctx.boundary, ctx.num_tokens = boundary, len(tensors) - 3 * size
         ctx.save_for_backward(x, *numbers, *(weights if ctx.needs_input_grad[2] else ()))
-        if boundary == NO_BOUNDARY.described:
-            return tuple(NO_BOUNDARY.enter_products(x, list(zip(weights, biases, strict=True))))
         return tuple(_linears(x, weights, biases, *boundary))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, *others = ctx.saved_tensors
         numbers, weights, unused = others[: len(gradients)], others[len(gradients) :], [None] * len(gradients)
-        if ctx.boundary == NO_BOUNDARY.described:
-            pairs = [(g, w) for g, w in zip(gradients, weights, strict=False) if g is not None]
-            dx, dtokens = multiply(pairs) if pairs else None, _linears_give(gradients, x, numbers)
-        else:
-            dx, dtokens = _linears_backward(gradients, x, weights, numbers, *ctx.boundary)
-        # All tokens lead to their parameters, whose gradients the operator has given: it doesn't matter whose is whose.
-        return None, None, dx if weights else None, *unused, *unused, *unused, *dtokens[: ctx.tokens]
+        dx, dtokens = _linears_backward(gradients, x, weights, numbers, *ctx.boundary)
+        return None, None, dx if weights else None, *unused, *unused, *unused, *dtokens[: ctx.num_tokens]
 
 
 class _RowLinear(torch.autograd.Function):
@@ -322,12 +333,16 @@ def linears(ports: Sequence[Port], x: Tensor, pairs: Sequence[Pair], boundary: R
     for port in ports:
         if not any(port.token is token for token in tokens):  # a function takes a tensor once
             tokens.append(port.token)
-    outputs: Sequence[Tensor] = _Linears.apply(boundary.described, len(ports), x, *weights, *biases, *numbers, *tokens)
+    given = (len(ports), x, *weights, *biases, *numbers, *tokens)
+    is_bare = boundary is NO_BOUNDARY
+    outputs: Sequence[Tensor] = _Products.apply(*given) if is_bare else _Linears.apply(boundary.described, *given)
     return outputs
 
 
 def row_linear(port: Port, x: Tensor, weight: Tensor, boundary: RegionBoundary) -> Tensor:
     """Do the same as split_backward.row_linear, in a graph."""
+    if boundary is NO_BOUNDARY:
+        return linears([port], x, [(weight, None)], boundary)[0]
     y: Tensor = _RowLinear.apply(boundary.described, x, weight, port.token, port.number)
     return y
 

@@ -112,7 +112,7 @@ class SplitLinear(torch.autograd.Function):
 
 
 # Not its `apply` itself, which looks for the transforms of torch.func: where they are active, layers are not split.
-_split_linear: Any = super(torch.autograd.Function, SplitLinear).apply  # type: ignore[misc]
+_split_linear: Any = super(torch.autograd.Function, SplitLinear).apply
 
 
 class SplitRowLinear(torch.autograd.Function):
@@ -297,7 +297,7 @@ _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 def _splits(layer: nn.Module, x: Tensor) -> bool:
     """Return whether this call can be split, by the conditions that torch.compile can trace."""
     # Not `layer.weight`, which computes the weight of a parametrized layer.
-    weight = layer._parameters.get("weight")
+    weight: Any = layer._parameters.get("weight")
     kind = type(weight)
     return (
         # isinstance of a Parameter runs Python.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.comm.structures import Structure, describe
-from parallel3d.config import Config
+from parallel3d.config import SELECTIVE, Config
 from parallel3d.errors import ConfigError, ExecutionError, first_line_of
 from parallel3d.pipe.executor import Batch, BatchResult, Cell, Executor, InFlight, Recorder
 from parallel3d.pipe.module import PipelineModule
@@ -33,8 +33,8 @@ _REMEDY = "set compile.cuda_graphs to false"
 
 def check_cuda_graphs(config: Config, module: PipelineModule, policy: ZeroPolicy) -> None:
     """Raise ConfigError, with all reasons, if instructions of such a training can't be captured as CUDA graphs."""
-    compiler_recomputes = config.compile.enabled and config.activation_checkpointing.policy == "cheap"
-    recomputes = any(again for chunk in module.own_chunks for _, again in module.calls.groups(chunk))
+    policies = {again for chunk in module.own_chunks for _, again in module.calls.groups(chunk) if again}
+    in_graphs = config.compile.enabled and config.compile.layers is None and policies <= set(SELECTIVE)
     reasons = {
         "tensor parallelism (tensor_parallel.size)": module.groups.model.size > 1,
         "ZeRO-3 (zero_optimization.stage)": policy.stage == 3,
@@ -42,7 +42,7 @@ def check_cuda_graphs(config: Config, module: PipelineModule, policy: ZeroPolicy
         "reduction in every micro-batch (zero_optimization.reduce_per_micro_batch)": policy.reduce_per_micro_batch,
         "a changing loss scale (fp16.loss_scale 0)": config.fp16.enabled and not config.fp16.loss_scale,
         "fp8 (fp8.enabled)": config.fp8.enabled,
-        "recomputed layers (pipeline.activation_checkpoint_interval)": recomputes and not compiler_recomputes,
+        "recomputed layers (pipeline.activation_checkpoint_interval)": policies and not in_graphs,
         "check_numerics": config.check_numerics,
     }
     if found := [name for name, applies in reasons.items() if applies]:
