@@ -1,8 +1,9 @@
 """Linear and embedding layers inside the graphs of torch.compile, where weight gradients go to a sink too.
 
-A graph has one operator for the forward of such a layer and one for its backward, each of which runs the code of the
-layer outside of graphs. The backward's operator gives weight gradients to a `Port`, which adds them to their accumulators,
-queues them, or hands them to autograd. So the layer does not break the graph, and its backward is split.
+An operator in the graph of the backward gives weight gradients to a `Port`, which adds them to their accumulators, queues them,
+or hands them to autograd. So the layer does not break the graph, and its backward is split. The other products of a layer are
+torch's own operators, but for those between which a boundary communicates: these run, in one operator forward and one
+backward, the code of the layer outside of graphs.
 
 The tensors of queued gradients outlive the graph's own use of them, so it must not write into their memory: INDUCTOR_OPTIONS.
 """
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel3d.autograd.products import Pair, RegionBoundary, backward_of_linears, rows_of
+from parallel3d.autograd.products import NO_BOUNDARY, Pair, RegionBoundary, backward_of_linears, multiply, rows_of
 from parallel3d.autograd.recipes import Product, Recipe, RowSum, Scatter
 from parallel3d.autograd.sink import GradientSink
 from parallel3d.operators import Numbers, define
@@ -173,8 +174,20 @@ def _gradients_of_embedding(
     return _of_token(gradient)
 
 
+def _give_linear(gradient: Tensor, x: Tensor, number: Tensor, has_bias: bool) -> Tensor:
+    rows = rows_of(gradient)
+    PORTS[int(number)].give(Product(rows, rows_of(x)), RowSum(rows) if has_bias else None)
+    return _of_token(gradient)
+
+
 _BOUNDARY = "str kind, int group, SymInt? length"
 
+_linear_given = define(
+    "linear_given",
+    "(Tensor gradient, Tensor x, Tensor number, bool has_bias) -> Tensor",
+    _give_linear,
+    lambda gradient, *_: _of_token(gradient),
+)
 _linears_backward = define(
     "linears_backward",
     f"(Tensor?[] gradients, Tensor x, Tensor[] weights, Tensor[] numbers, {_BOUNDARY}) -> (Tensor, Tensor[])",
@@ -207,6 +220,27 @@ _embedding_backward = define(
 )
 
 # Functions of autograd around the operators: kernels of operators for autograd cost the host 10 us more a call.
+
+
+class _Products(torch.autograd.Function):
+    """Linear layers without a boundary."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+        size = len(tensors) // 4
+        weights, biases, _, numbers = (tensors[k * size : (k + 1) * size] for k in range(4))
+        ctx.have_bias = [bias is not None for bias in biases]
+        ctx.save_for_backward(x, *numbers, *(weights if ctx.needs_input_grad[0] else ()))
+        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, *others = ctx.saved_tensors
+        numbers, weights, unused = others[: len(gradients)], others[len(gradients) :], [None] * len(gradients)
+        dx = multiply(list(zip(gradients, weights, strict=True))) if weights else None
+        layers = zip(gradients, numbers, ctx.have_bias, strict=True)
+        given = [_linear_given(gradient, x, number, has_bias) for gradient, number, has_bias in layers]
+        return dx, *unused, *unused, *given, *unused
 
 
 class _Linears(torch.autograd.Function):
@@ -258,12 +292,16 @@ def linears(ports: Sequence[Port], x: Tensor, pairs: Sequence[Pair], boundary: R
     """Do the same as split_backward.linears, in a graph."""
     weights, biases = [weight for weight, _ in pairs], [bias for _, bias in pairs]
     tokens, numbers = [port.token for port in ports], [port.number for port in ports]
-    outputs: Sequence[Tensor] = _Linears.apply(boundary.described, x, *weights, *biases, *tokens, *numbers)
+    given = (x, *weights, *biases, *tokens, *numbers)
+    is_bare = boundary is NO_BOUNDARY
+    outputs: Sequence[Tensor] = _Products.apply(*given) if is_bare else _Linears.apply(boundary.described, *given)
     return outputs
 
 
 def row_linear(port: Port, x: Tensor, weight: Tensor, boundary: RegionBoundary) -> Tensor:
     """Do the same as split_backward.row_linear, in a graph."""
+    if boundary is NO_BOUNDARY:
+        return linears([port], x, [(weight, None)], boundary)[0]
     y: Tensor = _RowLinear.apply(boundary.described, x, weight, port.token, port.number)
     return y
 

@@ -96,7 +96,7 @@ class _Residual(DecoderLayer):
         return config, config.window(layer), options.get("dtype")
 
     def compile(self, **options: Any) -> None:
-        """Compile by FirstShapes what runs between the ends of the stream, without the tables: their growth would be watched."""
+        """Compile what runs between the ends of the stream. The tables stay outside, whose growth would be watched."""
         vars(self)["_run"] = FirstShapes(self._run, type(self).__name__, **options)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -122,7 +122,8 @@ def saved(layer: Callable[[Tensor], Tensor], x: Tensor, parameters: Iterable[Ten
     node: Any = layer(x).grad_fn
     while "Compiled" not in type(node).__name__:
         node = node.next_functions[0][0]
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in node.saved_tensors if t.dim() > 2}
+    activations = [t for t in node.saved_tensors if t.dim() > 2 or (t.dim() == 2 and len(t) == x.shape[:-1].numel())]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in activations}
     own = {parameter.untyped_storage()._cdata for parameter in parameters}
     return sum(nbytes for key, nbytes in storages.items() if key not in own) // (x.nbytes // x.shape[-1])
 
