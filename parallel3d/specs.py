@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -154,6 +155,14 @@ def layer_name(layer: Layer) -> str:
     if isinstance(layer, LayerSpec):
         return layer.typename.__name__
     return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)
+
+
+def function_of(layer: Layer, module: Any) -> Callable[[Any], Any]:
+    """Return the function that runs a layer, built as `module`: for a function None or itself."""
+    if isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:
+        return partial(layer.forward_fn, module)
+    function: Any = layer if module is None else module
+    return function
 
 
 def check_layers(layers: Sequence[Layer]) -> None:

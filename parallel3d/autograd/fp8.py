@@ -75,10 +75,6 @@ class Fp8:
             self.keep(None)
 
 
-def _nothing() -> None:
-    """Stand for the fp8 of a layer that is copied or pickled: the copy is not in fp8."""
-
-
 class Fp8Linear:
     """One linear layer in fp8.
 
@@ -91,7 +87,8 @@ class Fp8Linear:
         self.fp8, self.sink, self._group, self._dim = fp8, sink, group, dim
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()
+        """Leave it out of a copy or pickle of the layer, which is not in fp8: NoneType() is None."""
+        return type(None), ()
 
     def cast_weight(self, weight: Tensor, transposed: bool) -> Scaled:
         """Return the weight [out, in] in fp8, or its transpose."""

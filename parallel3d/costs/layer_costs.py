@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from parallel3d.comm.structures import Structure, describe
 from parallel3d.errors import PartitionError
 from parallel3d.optim.precision import Precision
 from parallel3d.parameters import replace_tensors
-from parallel3d.specs import BuildContext, Layer, LayerSpec, LossFunction, TiedLayerSpec, layer_name
+from parallel3d.specs import BuildContext, Layer, LayerSpec, LossFunction, TiedLayerSpec, function_of, layer_name
 
 
 @dataclass(frozen=True)
@@ -115,9 +114,7 @@ def alike(a: Layer, b: Layer) -> bool:
 
 def bind_forward(layer: Layer, module: Any, loss: Callable[[Any], Any] | None = None) -> Callable[[Any], Any]:
     """Return the function that runs a layer, built as `module`, and then the loss, if there is one."""
-    function = module
-    if isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:
-        function = partial(layer.forward_fn, module)
+    function = function_of(layer, module)
     return function if loss is None else lambda x: loss(function(x))
 
 

@@ -49,12 +49,12 @@ def reap(others: Set[int]) -> None:
                 os.waitpid(pid, os.WNOHANG)
 
 
-def end_leftovers(spare: Set[int], timeout_s: float = 5.0) -> None:
+def end_leftovers(spare: Set[int]) -> None:
     """Kill processes that the workers started and left, and their children after adoption.
 
     spare: children that the workers did not start.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + 5
     while (left := children() - spare) and time.monotonic() < deadline:
         for pid in left:
             # A child's id is not reused before the child is waited for, so this can't hit another process.

@@ -174,8 +174,8 @@ def _check_matrices(tensors: Sequence[Tensor]) -> None:
 _LOOPS = 3
 
 
-def step_bytes(optimizer: torch.optim.Optimizer, total: int, largest: int, itemsize: int, on_cuda: bool) -> int:
-    """Return the most bytes that a step needs.
+def step_bytes(optimizer: torch.optim.Optimizer, total: int, largest: int, on_cuda: bool) -> int:
+    """Return the most bytes that a step of weights in fp32 needs.
 
     A fused kernel needs none; torch's foreach implementation, its choice on CUDA otherwise, and Lion a copy of all
     parameters; a loop over parameters some copies of the largest.
@@ -188,10 +188,10 @@ def step_bytes(optimizer: torch.optim.Optimizer, total: int, largest: int, items
     if fused:
         return 0
     if cls is Lion or settings.get("foreach") or (on_cuda and settings.get("foreach", False) is None):
-        return itemsize * total
+        return 4 * total
     decays = bool(settings.get("weight_decay")) and not settings.get("decoupled_weight_decay", cls.__name__ == "AdamW")
     copies = 2 * decays + bool(settings.get("nesterov")) if cls.__name__ == "SGD" else _LOOPS + decays
-    return itemsize * copies * largest
+    return 4 * copies * largest
 
 
 # By build_optimizer on CUDA, unless params say how.

@@ -26,7 +26,7 @@ from parallel3d.models.user_model import Subject, describe, load_subject
 from parallel3d.optim import build_optimizer, build_scheduler
 from parallel3d.parity.settings import Settings
 from parallel3d.rng import layer_seed, stream_seed
-from parallel3d.specs import Layer, LayerSpec, TiedLayerSpec
+from parallel3d.specs import Layer, LayerSpec, TiedLayerSpec, function_of
 
 # Tensors on the CPU: whole ones by name, or a rank's parts of them.
 Tensors = TypeVar("Tensors")
@@ -116,9 +116,7 @@ class Reference:
         with sdpa_kernel(SDPBackend.MATH) if self._config.rng.layout_independent else nullcontext():
             for k, (layer, module) in enumerate(zip(self._subject.layers, self._modules, strict=True)):
                 torch.manual_seed(stream_seed(self._config.seed, self._seed, self._steps, index, k))
-                function: Any = layer if module is None else module
-                forward_fn = layer.forward_fn if isinstance(layer, TiedLayerSpec) else None
-                x = function(x) if forward_fn is None else forward_fn(function, x)
+                x = function_of(layer, module)(x)
         loss = x if self._loss_fn is None else self._loss_fn(x, y)
         return (loss[0], float(loss[1])) if isinstance(loss, (tuple, list)) else (loss, 1.0)
 

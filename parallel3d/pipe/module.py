@@ -42,6 +42,7 @@ from parallel3d.specs import (
     LossFunction,
     TiedLayerSpec,
     check_layers,
+    function_of,
     layer_name,
     place_of,
 )
@@ -182,11 +183,8 @@ class PipelineModule(nn.Module):
             calls = []
             for k in self.partition.layers(chunk):
                 layer, module = layers[k], self._build(layers, self._ties.builder[k], seed, context)
-                function: Any = layer if module is None else module
-                policy = policy_of(k, function)
-                if module is not None and isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:
-                    function = partial(layer.forward_fn, module)
-                calls.append(Call(k, module, function, policy))
+                policy = policy_of(k, layer if module is None else module)
+                calls.append(Call(k, module, function_of(layer, module), policy))
             self.calls.add(chunk, calls)
         share_tied_parameters(self._modules_in_order(), self._ties)
 

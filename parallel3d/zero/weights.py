@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from functools import partial
 
@@ -53,10 +53,6 @@ def cut(offset: int, size: int, shard: slice) -> slice:
     return slice(start, max(start, min(offset + size, shard.stop) - shard.start))
 
 
-def nothing() -> None:
-    """Return None, in place of an object that a copy or pickle leaves out."""
-
-
 class ShardedWeights:
     """The weights of some parameters in one flat tensor, of which each rank of `partition` holds one shard.
 
@@ -96,9 +92,9 @@ class ShardedWeights:
         self._enter(WeightState.GATHERED)
         self.release()
 
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Leave the shards out of a copy or pickle of a parameter."""
-        return nothing, ()
+        return type(None), ()  # NoneType() is None
 
     def _enter(self, state: WeightState) -> None:
         self.state = state

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from parallel3d.comm.collectives import all_gather_into
 from parallel3d.errors import ConfigError
 from parallel3d.zero.buckets import Bucket, ParameterShard
-from parallel3d.zero.weights import nothing
 
 MASTER, GRADIENT = "the master", "the gradient"  # names that no optimizer has for a state
 
@@ -37,9 +36,9 @@ class WholeState:
         self._bucket, self._index, self._optimizer = bucket, index, optimizer
         self._factor, self._reduce, self._settle = factor, reduce, settle
 
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Leave the state out of a copy or pickle of the parameter."""
-        return nothing, ()
+        return type(None), ()  # NoneType() is None
 
     @torch.no_grad()
     def read(self, what: str, local: bool = False) -> Tensor | None:

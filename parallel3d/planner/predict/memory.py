@@ -69,7 +69,7 @@ class MemoryModel:
         adam = given is not None and given.type.lower() in ("adam", "adamw")
         is_rounded = model.device == "cuda" and model.precision.weights is not None
         self._steps_by_kernel = adam and is_rounded and model.config.kernels.optimizer_step
-        self._copies = step_bytes(self._optimizer, 1, 1, 4, model.device == "cuda") > 0
+        self._copies = step_bytes(self._optimizer, 1, 1, model.device == "cuda") > 0
         modules = [id(layer) for layer in model.specs if isinstance(layer, nn.Module)]
         self._has_ties = len(set(modules)) < len(modules) or any(isinstance(s, TiedLayerSpec) for s in model.specs)
 
@@ -233,7 +233,7 @@ class MemoryModel:
                 step={
                     "window": state.window,
                     "update": 0 if self._steps_by_kernel else state.update,
-                    "workspace": step_bytes(self._optimizer, total, largest, 4, model.device == "cuda"),
+                    "workspace": step_bytes(self._optimizer, total, largest, model.device == "cuda"),
                 },
                 shared=shared,
                 host=state.host,

@@ -42,7 +42,7 @@ def test_a_step_takes_no_more_than_said(name: str, params: dict[str, Any]):
         with LiveStorages() as live:
             optimizer.step()
     most = live.peak
-    said = step_bytes(optimizer, sum(SIZES), max(SIZES), 4, on_cuda=False)
+    said = step_bytes(optimizer, sum(SIZES), max(SIZES), on_cuda=False)
     assert most <= said + 64 * len(SIZES)
     assert said <= 4 * max(most, 4 * max(SIZES))
 
@@ -50,4 +50,4 @@ def test_a_step_takes_no_more_than_said(name: str, params: dict[str, Any]):
 def test_fused_kernels_are_the_choice_on_cuda():
     for name, free in (("AdamW", True), ("SGD", True), ("RMSprop", False)):
         optimizer = build_optimizer(name, [nn.Parameter(torch.zeros(2))], {"lr": 0.1})
-        assert (step_bytes(optimizer, 10, 10, 4, on_cuda=True) == 0) is free
+        assert (step_bytes(optimizer, 10, 10, on_cuda=True) == 0) is free
