@@ -20,6 +20,7 @@ from warm import run_and_end, run_script
 from parallel3d.comm.coordination import agents_store, exit_key
 from parallel3d.launcher import cli
 from parallel3d.launcher.agent import ending
+from parallel3d.launcher.start import choose_hosts, of_this_host
 
 GRACE_S = 5.0  # the launcher's, between SIGTERM and SIGKILL
 
@@ -120,7 +121,9 @@ def run_process(command: Sequence[str], environment: Mapping[str, str], timeout:
     """Run a launcher's command as run_process of tools/bench does: (status, output). The ranks come from a warm process."""
     launcher, *arguments = command[2:]
     if launcher == "parallel3d.launcher":
-        options = cli.parse(arguments, 0)
+        options = cli.parse_options(arguments)
+        [slots] = choose_hosts(options, 0).values()
+        options = of_this_host(options, slots, 0)
         number, script = options.num_workers, options.command
     else:
         words = torchrun.parse_args(arguments)
