@@ -120,8 +120,8 @@ def run_process(command: Sequence[str], environment: Mapping[str, str], timeout:
     """Run a launcher's command as run_process of tools/bench does: (status, output). The ranks come from a warm process."""
     launcher, *arguments = command[2:]
     if launcher == "parallel3d.launcher":
-        options = cli.parse(arguments, 0)
-        number, script = options.num_workers, options.command
+        options = cli.parse_options(arguments)
+        number, script = options.num_procs, options.command
     else:
         words = torchrun.parse_args(arguments)
         number, script = int(words.nproc_per_node), [words.training_script, *words.training_script_args]
