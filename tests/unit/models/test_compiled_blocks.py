@@ -165,6 +165,21 @@ def test_a_graph_that_changes_a_kept_result_in_place_computes_its_gradient():
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
+def test_a_linear_that_is_applied_twice_sums_its_gradients_for_autograd():
+    """Where no sink takes them."""
+    torch.compiler.reset()
+    linear, x = nn.Linear(16, 16), torch.randn(2, 5, 16)
+    twice = linear(linear(x).tanh())
+    wanted = torch.autograd.grad(twice.square().sum(), [linear.weight, linear.bias])
+    layer = nn.Sequential(linear, nn.Tanh(), linear)
+    sink = GradientSink()
+    make_splittable(layer, sink)
+    open_ports(layer, sink)
+    layer.compile(backend="aot_eager", fullgraph=True)
+    layer(x).square().sum().backward()
+    torch.testing.assert_close([linear.weight.grad, linear.bias.grad], list(wanted))
+
+
 def test_a_copy_of_a_compiled_block_is_a_plain_one():
     torch.compiler.reset()
     block = make_block({})
