@@ -73,6 +73,8 @@ class Bucket:
         self.device = self.parameters[0].device
         self.weight_dtype, self.master_dtype = layout.weight_dtype, layout.master_dtype
         self.gradient_dtype = layout.gradient_dtype
+        # Whether the optimizer gets copies of the gradients, in the masters' dtype.
+        self.copies_gradients = layout.gradient_dtype != layout.master_dtype
         # Whether the masters are a copy, in a wider dtype than the weights.
         self.has_own_master = layout.has_own_master
         # Whether masters of their own, and the optimizer's state, are in host memory, or on disk, between steps.
@@ -175,11 +177,6 @@ class Bucket:
     def autograd_adds(self) -> bool:
         """Whether autograd itself adds to the accumulators, which have the weights' dtype."""
         return self.gradients is not None and self.gradient_dtype == self.parameters[0].dtype
-
-    @property
-    def copies_gradients(self) -> bool:
-        """Whether the optimizer gets copies of the gradients, in the masters' dtype."""
-        return self.gradient_dtype != self.master_dtype
 
     def assign_gradients(
         self, span: Span, untouched: Set[nn.Parameter], factor: Tensor | None = None, gradients: Tensor | None = None
