@@ -89,7 +89,9 @@ def multiply_on_gpu(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
     Rowwise products are rounded to bf16 first: all versions of that kernel have only this output.
     """
     missing = -a.values.shape[1] % MULTIPLE
-    left, right = (F.pad(m.values.view(torch.uint8), (0, missing)).view(m.values.dtype) for m in (a, b))
+    left, right = a.values, b.values
+    if missing:  # padding by nothing would copy
+        left, right = (F.pad(v.view(torch.uint8), (0, missing)).view(v.dtype) for v in (left, right))
     in_fp32 = not a.inverse_scale.dim() and dtype in (torch.float32, torch.float64)
     product: Tensor = torch._scaled_mm(
         left,
