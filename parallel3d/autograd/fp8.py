@@ -33,7 +33,7 @@ from parallel3d.autograd.recipes import Product, Recipe, RowSum, Value
 from parallel3d.autograd.sink import GradientSink
 from parallel3d.comm.collectives import Group
 from parallel3d.config import Fp8Config
-from parallel3d.kernels.fp8 import E4M3, E5M2, Scaled, cast, multiply
+from parallel3d.kernels.fp8 import E4M3, E5M2, Scaled, cast, multiply, multiply_into
 from parallel3d.operators import Numbers, define
 
 # A matrix and its transpose, None where it was not asked for.
@@ -54,8 +54,8 @@ class ScaledProduct(Recipe):
 
     def put(self, accumulator: Tensor, adds: bool, factor: float = 1.0) -> None:
         """accumulator (+)= factor * value, rounded to the accumulator's dtype alone."""
-        # A GEMM that adds to its output itself would save a pass over the accumulator here.
-        Value(multiply(self.left, self.right, accumulator.dtype)).put(accumulator, adds, factor)
+        if not multiply_into(self.left, self.right, accumulator, adds, factor):
+            Value(multiply(self.left, self.right, accumulator.dtype)).put(accumulator, adds, factor)
 
 
 class Fp8:
