@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -33,4 +34,6 @@ def has_memory(tensor: Tensor) -> bool:
 
 def on_cuda(tensor: Tensor) -> bool:
     """Return whether a tensor is on CUDA or stands for one that is: asked by code that differs on CUDA."""
-    return tensor.is_cuda or (_STANDS_FOR.get() == "cuda" and not has_memory(tensor))
+    if tensor.is_cuda or torch.compiler.is_compiling():  # torch.compile can't read the context
+        return tensor.is_cuda
+    return _STANDS_FOR.get() == "cuda" and not has_memory(tensor)

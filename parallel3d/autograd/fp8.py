@@ -2,6 +2,9 @@
 
 Inputs and weights are rounded to e4m3, gradients of outputs to e5m2, which has less precision and more range. An input's cast
 for the weight's gradient is made in the forward, so that only fp8 is kept for it; that product can be deferred like others.
+
+In a graph of torch.compile the casts and products of a layer that is whole are torch's operators, so that the compiler fuses
+casts with what is computed before them. Casts of weights, which are kept, come from an operator; gradients go to a `Port`.
 """
 
 from __future__ import annotations
@@ -15,13 +18,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.fx.node import has_side_effect
 
+from parallel3d.autograd.in_graph import (
+    PORTS,
+    Port,
+    gradient_of_token,
+    is_in_graph,
+    linears_given,
+    tokens_of,
+)
 from parallel3d.autograd.products import NO_BOUNDARY, Pair, RegionBoundary, rows_of
 from parallel3d.autograd.recipes import Product, Recipe, RowSum, Value
 from parallel3d.autograd.sink import GradientSink
 from parallel3d.comm.collectives import Group
 from parallel3d.config import Fp8Config
-from parallel3d.kernels.fp8 import E4M3, E5M2, Scaled, cast, multiply
+from parallel3d.kernels.fp8 import E4M3, E5M2, Scaled, cast, multiply, multiply_into
+from parallel3d.operators import Numbers, define
 
 # A matrix and its transpose, None where it was not asked for.
 Casts = tuple[Scaled | None, Scaled | None]
@@ -41,8 +54,8 @@ class ScaledProduct(Recipe):
 
     def put(self, accumulator: Tensor, adds: bool, factor: float = 1.0) -> None:
         """accumulator (+)= factor * value, rounded to the accumulator's dtype alone."""
-        # A GEMM that adds to its output itself would save a pass over the accumulator here.
-        Value(multiply(self.left, self.right, accumulator.dtype)).put(accumulator, adds, factor)
+        if not multiply_into(self.left, self.right, accumulator, adds, factor):
+            Value(multiply(self.left, self.right, accumulator.dtype)).put(accumulator, adds, factor)
 
 
 class Fp8:
@@ -81,10 +94,12 @@ class Fp8Linear:
     - sink: gets the gradients of its weight and bias that it takes.
     - group, dim: the ranks over which it is sharded, and the dim of its weight that is; None for a whole layer. Scales are
       those of whole tensors, or of their rows, on every rank: the same as on one process.
+    - number: in LAYERS, as a tensor on the CPU: an input of graphs, so that all layers of a kind share one.
     """
 
     def __init__(self, fp8: Fp8, sink: GradientSink, group: Group | None = None, dim: int | None = None):
-        self.fp8, self.sink, self._group, self._dim = fp8, sink, group, dim
+        self.fp8, self.sink, self.group, self._dim = fp8, sink, group, dim
+        self.number = torch.tensor(LAYERS.add(self), device="cpu")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave it out of a copy or pickle of the layer, which is not in fp8: NoneType() is None."""
@@ -111,8 +126,17 @@ class Fp8Linear:
 
     def _cast(self, x: Tensor, dtype: torch.dtype, sharded: int | None, straight: bool, transposed: bool) -> Casts:
         """Cast x. sharded: the dim of which this rank has a part, or None."""
-        sharding = None if self._group is None or sharded is None else (self._group, sharded)
+        sharding = None if self.group is None or sharded is None else (self.group, sharded)
         return cast(x, dtype, self.fp8.rowwise, sharding, straight, transposed)
+
+    def forward(self, port: Port, linear: nn.Linear, x: Tensor) -> Tensor:
+        """Run a linear layer that is whole; under torch.func, which can't run it in fp8, as it is."""
+        if torch._C._are_functorch_transforms_active():
+            return F.linear(x, linear.weight, linear.bias)
+        return fp8_linears([self], [port], x, [(linear.weight, linear.bias)])[0]
+
+
+LAYERS: Numbers[Fp8Linear] = Numbers()
 
 
 def _made(scaled: Scaled | None) -> Scaled:
@@ -120,34 +144,34 @@ def _made(scaled: Scaled | None) -> Scaled:
     return scaled
 
 
-_COMPILE_REASON = "parallel3d computes this layer in fp8; compile without fullgraph"
-
-
-@torch.compiler.disable(reason=_COMPILE_REASON)
-def fp8_linear(layer: Fp8Linear, linear: nn.Linear, x: Tensor) -> Tensor:
-    """Do the same as fp8_linears for one layer that is whole; under torch.func, which can't, run it as it is."""
-    if torch._C._are_functorch_transforms_active():
-        return F.linear(x, linear.weight, linear.bias)
-    return fp8_linears([layer], x, [(linear.weight, linear.bias)])[0]
-
-
-@torch.compiler.disable(reason=_COMPILE_REASON)
 def fp8_linears(
     layers: Sequence[Fp8Linear],
+    ports: Sequence[Port],
     x: Tensor,
     pairs: Sequence[Pair],
     before: RegionBoundary = NO_BOUNDARY,
     after: RegionBoundary = NO_BOUNDARY,
 ) -> tuple[Tensor, ...]:
-    """Apply linear layers to one input in fp8; torch.compile breaks its graph here.
+    """Apply linear layers to one input in fp8; torch.compile breaks its graph here if they are sharded.
 
-    x: input of the boundary `before`, which enters as [..., in]; pairs: weight [out, in] and bias [out] or None of each.
-    Returns what leaves `after` of each layer's [..., out], in the dtype of x. Can't be differentiated twice.
+    ports: of the layers; x: input of the boundary `before`, which enters as [..., in]; pairs: weight [out, in] and bias [out]
+    or None of each. Returns what leaves `after` of each layer's [..., out], in the dtype of x. Can't be differentiated twice.
     """
-    parameters = [parameter for pair in pairs for parameter in pair]
-    learns = torch.is_grad_enabled()
-    outputs: tuple[Tensor, ...] = _Linears.apply(tuple(layers), before, after, learns, x, *parameters)
+    weights, biases = [weight for weight, _ in pairs], [bias for _, bias in pairs]
+    outputs: tuple[Tensor, ...]
+    if before is after is NO_BOUNDARY and layers[0].group is None and is_in_graph(ports, weights):
+        settings = layers[0].fp8.rowwise, layers[0].fp8.casts_for_weight, tuple(port.trains_weight for port in ports)
+        numbers = [layer.number for layer in layers], [port.number for port in ports]
+        outputs = _InGraph.apply(settings, x, *weights, *biases, *numbers[0], *numbers[1], *tokens_of(ports))
+        return outputs
+    run: Any = _outside_graph if torch.compiler.is_compiling() else _Linears.apply
+    outputs = run(tuple(layers), before, after, torch.is_grad_enabled(), x, *(p for pair in pairs for p in pair))
     return outputs
+
+
+@torch.compiler.disable(reason="parallel3d computes this sharded layer in fp8; compile without fullgraph")
+def _outside_graph(*args: Any) -> Any:
+    return _Linears.apply(*args)
 
 
 class _Linears(torch.autograd.Function):
@@ -223,3 +247,103 @@ class _Linears(torch.autograd.Function):
             if needs[2 * k + 1]:
                 dparameters[2 * k + 1] = ctx.layers[k].sink.route(bias, edge_of[2 * k + 1], RowSum(rows[k]))
         return (None,) * 4 + (leaving() if needs_x else None,) + tuple(dparameters)
+
+
+def _cast_weights(
+    weights: Sequence[Tensor], numbers: Sequence[Tensor], rowwise: bool, transposed: bool, after: Tensor
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return values and inverse scales of weights, or of their transposes, in fp8.
+
+    after: is not read: it keeps the compiler from casting in the forward what the backward needs.
+    """
+    casts = [LAYERS[int(number)].cast_weight(w, transposed) for w, number in zip(weights, numbers, strict=True)]
+    return [c.values for c in casts], [c.inverse_scale for c in casts]
+
+
+def _fake_casts(
+    weights: Sequence[Tensor], numbers: Any, rowwise: bool, transposed: bool, after: Tensor
+) -> tuple[list[Tensor], list[Tensor]]:
+    shaped = [weight.t() if transposed else weight for weight in weights]
+    values = [weight.new_empty(weight.shape, dtype=E4M3) for weight in shaped]
+    return values, [w.new_empty((len(w), 1) if rowwise else (), dtype=torch.float32) for w in shaped]
+
+
+def _give_scaled(
+    lefts: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    right: Tensor,
+    right_scale: Tensor,
+    rows: Sequence[Tensor | None],
+    numbers: Sequence[Tensor],
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """Give weights' gradients, products of transposes in fp8, and those of biases, sums of `rows`."""
+    for left, scale, row, number in zip(lefts, scales, rows, numbers, strict=True):
+        product = ScaledProduct(Scaled(left, scale), Scaled(right, right_scale), dtype)
+        PORTS[int(number)].give(product, None if row is None else RowSum(row))
+    return [gradient_of_token(right) for _ in numbers]
+
+
+_casts_of_weights = define(
+    "fp8_weights",
+    "(Tensor[] weights, Tensor[] numbers, bool rowwise, bool transposed, Tensor after) -> (Tensor[], Tensor[])",
+    _cast_weights,
+    _fake_casts,
+)
+_scaled_given = define(
+    "fp8_linears_given",
+    "(Tensor[] lefts, Tensor[] scales, Tensor right, Tensor right_scale, Tensor?[] rows, Tensor[] numbers, ScalarType dtype) "
+    "-> Tensor[]",
+    _give_scaled,
+    lambda lefts, scales, right, right_scale, rows, numbers, dtype: [gradient_of_token(right) for _ in numbers],
+)
+has_side_effect(_scaled_given)  # graphs leave out what returns nothing that is computed with
+
+
+class _InGraph(torch.autograd.Function):
+    """The function of fp8_linears in a graph. settings: (rowwise, casts_for_weight, trains_weight of each layer)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, settings: tuple[bool, bool, tuple[bool, ...]], x: Tensor, *tensors: Any
+    ) -> tuple[Tensor, ...]:
+        rowwise, casts_for_weight, trains = settings
+        size = len(trains)
+        weights, biases, numbers, ports = (tensors[k * size : (k + 1) * size] for k in range(4))
+        ctx.settings, ctx.num_tokens, ctx.shape = settings, len(tensors) - 4 * size, x.shape
+        ctx.have_bias, ctx.dtype = [bias is not None for bias in biases], weights[0].dtype
+        rows, columns = cast(rows_of(x), E4M3, rowwise, None, True, casts_for_weight and any(trains))
+        kept = (x, x) if columns is None else (columns.values, columns.inverse_scale)
+        ctx.save_for_backward(*kept, *numbers, *ports, *weights)
+        outputs = []
+        values, scales = _casts_of_weights(weights, numbers, rowwise, False, x)
+        for value, scale, bias in zip(values, scales, biases, strict=True):
+            y = multiply(_made(rows), Scaled(value, scale), x.dtype)
+            y = y if bias is None else y + bias
+            outputs.append(y.view(*x.shape[:-1], -1))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        rowwise, casts_for_weight, trains = ctx.settings
+        size, needs_x = len(trains), ctx.needs_input_grad[1]
+        kept, inverse_scale, *others = ctx.saved_tensors
+        numbers, ports, weights = (others[k * size : (k + 1) * size] for k in range(3))
+        rows = [rows_of(gradient) for gradient in gradients]
+        casts_columns = casts_for_weight and any(trains)
+        casts = [cast(r, E5M2, rowwise, None, needs_x, casts_columns) for r in rows]
+        dx = None
+        if needs_x:
+            values, scales = _casts_of_weights(weights, numbers, rowwise, True, gradients[0])
+            for (one, _), value, scale in zip(casts, values, scales, strict=True):
+                part = multiply(_made(one), Scaled(value, scale), rows[0].dtype)
+                dx = part if dx is None else dx + part
+            dx = dx.view(ctx.shape)
+        if casts_columns:
+            columns = [_made(other) for _, other in casts]
+            lefts, left_scales = [c.values for c in columns], [c.inverse_scale for c in columns]
+            of_biases = [r if has else None for r, has in zip(rows, ctx.have_bias, strict=True)]
+            dtokens = _scaled_given(lefts, left_scales, kept, inverse_scale, of_biases, ports, ctx.dtype)
+        else:
+            dtokens = linears_given(gradients, kept, ports, ctx.have_bias)
+        return None, dx, *[None] * (4 * size), *dtokens[: ctx.num_tokens]

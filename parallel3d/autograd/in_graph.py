@@ -143,7 +143,7 @@ class _Token(torch.autograd.Function):
         return None, *(value for port in _OF_TOKENS[ctx.number] for value in port.take_values())
 
 
-def _of_token(x: Tensor) -> Tensor:
+def gradient_of_token(x: Tensor) -> Tensor:
     """Return the gradient of a token on the device of x."""
     return x.new_empty(0, dtype=torch.float32)
 
@@ -178,7 +178,7 @@ def _gradients_of_linears(
 
     hides = not ports[0].sink.is_deferring
     dx = backward_of_linears(_boundary(*boundary), given, weights, gradients, hides, give)
-    return x.new_empty(0) if dx is None else dx, [_of_token(x) for _ in ports]
+    return x.new_empty(0) if dx is None else dx, [gradient_of_token(x) for _ in ports]
 
 
 def _give_linears(
@@ -188,7 +188,7 @@ def _give_linears(
     for gradient, number, has_bias in zip(gradients, numbers, have_bias, strict=True):
         rows = rows_of(gradient)
         PORTS[int(number)].give(Product(rows, entered), RowSum(rows) if has_bias else None)
-    return [_of_token(x) for _ in numbers]
+    return [gradient_of_token(x) for _ in numbers]
 
 
 def _forward_of_row_linear(x: Tensor, weight: Tensor, *boundary: Any) -> Tensor:
@@ -208,14 +208,14 @@ def _gradients_of_row_linear(
     else:
         entered = region.enter(gradient)()
     PORTS[int(number)].give(Product(rows_of(entered), rows_of(x)))
-    return x.new_empty(0) if dx is None else dx, _of_token(x)
+    return x.new_empty(0) if dx is None else dx, gradient_of_token(x)
 
 
 def _gradients_of_embedding(
     gradient: Tensor, indices: Tensor, number: Tensor, num_embeddings: int, padding_idx: int
 ) -> Tensor:
     PORTS[int(number)].give(Scatter(gradient, indices, num_embeddings, padding_idx))
-    return _of_token(gradient)
+    return gradient_of_token(gradient)
 
 
 _BOUNDARY = "str kind, int group, SymInt? length"
@@ -224,13 +224,16 @@ _linears_backward = define(
     "linears_backward",
     f"(Tensor?[] gradients, Tensor x, Tensor[] weights, Tensor[] numbers, {_BOUNDARY}) -> (Tensor, Tensor[])",
     _gradients_of_linears,
-    lambda _, x, weights, numbers, *__: (x.new_empty(x.shape if weights else 0), [_of_token(x) for _ in numbers]),
+    lambda _, x, weights, numbers, *__: (
+        x.new_empty(x.shape if weights else 0),
+        [gradient_of_token(x) for _ in numbers],
+    ),
 )
-_linears_given = define(
+linears_given = define(
     "linears_given",
     "(Tensor[] gradients, Tensor x, Tensor[] numbers, bool[] have_bias) -> Tensor[]",
     _give_linears,
-    lambda _, x, numbers, *__: [_of_token(x) for _ in numbers],
+    lambda _, x, numbers, *__: [gradient_of_token(x) for _ in numbers],
 )
 _linears = define(
     "linears",
@@ -242,7 +245,7 @@ _row_linear_backward = define(
     "row_linear_backward",
     f"(Tensor gradient, Tensor x, Tensor weight, Tensor number, bool needs_x, {_BOUNDARY}) -> (Tensor, Tensor)",
     _gradients_of_row_linear,
-    lambda _, x, weight, number, needs_x, *__: (x.new_empty(x.shape if needs_x else 0), _of_token(x)),
+    lambda _, x, weight, number, needs_x, *__: (x.new_empty(x.shape if needs_x else 0), gradient_of_token(x)),
 )
 _row_linear = define(
     "row_linear",
@@ -254,10 +257,10 @@ _embedding_backward = define(
     "embedding_backward",
     "(Tensor gradient, Tensor indices, Tensor number, SymInt num_embeddings, int padding_idx) -> Tensor",
     _gradients_of_embedding,
-    lambda gradient, *_: _of_token(gradient),
+    lambda gradient, *_: gradient_of_token(gradient),
 )
 # Graphs don't compute the sum of several layers' tokens, which is empty, and would leave out what it seems to be for.
-for _operator in (_linears_backward, _linears_given, _row_linear_backward, _embedding_backward):
+for _operator in (_linears_backward, linears_given, _row_linear_backward, _embedding_backward):
     has_side_effect(_operator)
 
 # Functions of autograd around the operators: kernels of operators for autograd cost the host 10 us more a call.
@@ -278,7 +281,7 @@ class _Products(torch.autograd.Function):
         x, *others = ctx.saved_tensors
         numbers, weights, unused = others[: len(gradients)], others[len(gradients) :], [None] * len(gradients)
         dx = multiply(list(zip(gradients, weights, strict=True))) if weights else None
-        dtokens = _linears_given(gradients, x, numbers, ctx.have_bias)
+        dtokens = linears_given(gradients, x, numbers, ctx.have_bias)
         return None, dx, *unused, *unused, *unused, *dtokens[: ctx.num_tokens]
 
 
@@ -329,15 +332,30 @@ class _Embedding(torch.autograd.Function):
         return None, None, _embedding_backward(gradient, *ctx.saved_tensors, *ctx.of_weight), None, None
 
 
+def is_in_graph(ports: Sequence[Port], weights: Sequence[Any]) -> bool:
+    """Return whether layers are compiled, and with ports that let out all gradients that they need."""
+    if not torch.compiler.is_compiling():
+        return False
+    return all(
+        port.token is not None and (port.trains_weight or not weight.requires_grad)
+        for port, weight in zip(ports, weights, strict=True)
+    )
+
+
+def tokens_of(ports: Sequence[Port]) -> list[Any]:
+    """Return the ports' tokens, each once, as a function takes a tensor once."""
+    tokens: list[Any] = []
+    for port in ports:
+        if not any(port.token is token for token in tokens):
+            tokens.append(port.token)
+    return tokens
+
+
 def linears(ports: Sequence[Port], x: Tensor, pairs: Sequence[Pair], boundary: RegionBoundary) -> Sequence[Tensor]:
     """Do the same as split_backward.linears, in a graph."""
     weights, biases = [weight for weight, _ in pairs], [bias for _, bias in pairs]
     numbers = [port.number for port in ports]
-    tokens: list[Any] = []
-    for port in ports:
-        if not any(port.token is token for token in tokens):  # a function takes a tensor once
-            tokens.append(port.token)
-    given = (len(ports), x, *weights, *biases, *numbers, *tokens)
+    given = (len(ports), x, *weights, *biases, *numbers, *tokens_of(ports))
     is_bare = boundary is NO_BOUNDARY
     outputs: Sequence[Tensor] = _Products.apply(*given) if is_bare else _Linears.apply(boundary.described, *given)
     return outputs

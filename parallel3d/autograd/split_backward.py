@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from parallel3d.autograd import in_graph
-from parallel3d.autograd.in_graph import Port, open_together
+from parallel3d.autograd.in_graph import Port, is_in_graph, open_together
 from parallel3d.autograd.products import NO_BOUNDARY, Pair, RegionBoundary, backward_of_linears, rows_of
 from parallel3d.autograd.recipes import Product, Recipe, RowSum, Scatter
 from parallel3d.autograd.selective import kept
@@ -184,7 +184,7 @@ def linears(
     """Apply several linear layers to one input, each with its port; x enters once, and its gradient leaves once."""
     x, *parameters = _following_autocast(x, x, *(parameter for pair in pairs for parameter in pair))
     weights, biases = parameters[::2], parameters[1::2]
-    if _is_in_graph(ports, weights):
+    if is_in_graph(ports, weights):
         return in_graph.linears(ports, x, list(zip(weights, biases, strict=True)), boundary)
     outputs: tuple[Tensor, ...] = _apply(SplitLinears, tuple(port.sink for port in ports), boundary, x, *parameters)
     return outputs
@@ -193,7 +193,7 @@ def linears(
 def row_linear(port: Port, x: Tensor, weight: Tensor, boundary: RegionBoundary) -> Tensor:
     """Return `boundary.leave` of x W^T. x: [..., in], weight: [out, in] -> [..., out]. Follows autocast."""
     x, weight = _following_autocast(x, x, weight)
-    if _is_in_graph([port], [weight]):
+    if is_in_graph([port], [weight]):
         return in_graph.row_linear(port, x, weight, boundary)
     y: Tensor = _apply(SplitRowLinear, port.sink, boundary, x, weight)
     return y
@@ -201,7 +201,7 @@ def row_linear(port: Port, x: Tensor, weight: Tensor, boundary: RegionBoundary) 
 
 def embedding(port: Port, indices: Tensor, weight: Tensor, padding_idx: int = -1) -> Tensor:
     """Apply F.embedding, dense; the port's sink gets the gradient of weight if it takes it. padding_idx: -1 for none."""
-    if _is_in_graph([port], [weight]):
+    if is_in_graph([port], [weight]):
         return in_graph.embedding(port, indices, weight, padding_idx)
     y: Tensor = _apply(SplitEmbedding, port.sink, indices, weight, padding_idx)
     return y
@@ -219,16 +219,6 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
         return None  # the meta device has no autocast state
     return torch.get_autocast_dtype(x.device.type)
-
-
-def _is_in_graph(ports: Sequence[Port], weights: Sequence[Any]) -> bool:
-    """Return whether layers are compiled, and with ports that let out all gradients that they need."""
-    if not torch.compiler.is_compiling():
-        return False
-    return all(
-        port.token is not None and (port.trains_weight or not weight.requires_grad)
-        for port, weight in zip(ports, weights, strict=True)
-    )
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -259,13 +249,13 @@ class _SplitForward:
     def __init__(self, layer: Any, port: Port):
         self._layer, self.port = layer, port
         self._ordinary = type(layer).forward
-        self._instead: Callable[[Tensor], Tensor] | None = None
+        self._instead: Callable[[Port, Any, Tensor], Tensor] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._layer, self.port)
 
-    def compute_by(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Let calls of this layer, but not of its copies, run another function."""
+    def compute_by(self, function: Callable[[Port, Any, Tensor], Tensor]) -> None:
+        """Let calls of this layer, but not of its copies, run another function, of (port, layer, input)."""
         self._instead = function
 
     @staticmethod
@@ -277,12 +267,12 @@ class _SplitForward:
     def forward(self, input: Tensor) -> Tensor:
         """Run the layer's forward."""
         if self._instead is not None:
-            return self._instead(input)
+            return self._instead(self.port, self._layer, input)
         layer, port = self._layer, self.port
         if not (torch.is_grad_enabled() and _splits(layer, input)) or torch._C._are_functorch_transforms_active():
             return self._ordinary(layer, input)
         weight, compiles = layer._parameters["weight"], torch.compiler.is_compiling()
-        if not (_is_in_graph([port], [weight]) if compiles else port.sink.takes(weight)):
+        if not (is_in_graph([port], [weight]) if compiles else port.sink.takes(weight)):
             return self._ordinary(layer, input)
         if isinstance(layer, nn.Linear):
             bias = layer._parameters["bias"]

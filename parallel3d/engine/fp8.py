@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from parallel3d.autograd.fp8 import Fp8, Fp8Linear, fp8_linear
+from parallel3d.autograd.fp8 import Fp8, Fp8Linear
 from parallel3d.autograd.sink import GradientSink
 from parallel3d.autograd.split_backward import is_split, make_splittable
 from parallel3d.comm.collectives import Group, all_gather_object
@@ -117,4 +116,4 @@ def _attach(linear: nn.Module, fp8: Fp8, sink: GradientSink) -> None:
     else:
         make_splittable(linear, sink)
         forward: Any = linear.forward
-        forward.__self__.compute_by(partial(fp8_linear, Fp8Linear(fp8, sink), linear))
+        forward.__self__.compute_by(Fp8Linear(fp8, sink).forward)

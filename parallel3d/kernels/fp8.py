@@ -15,6 +15,7 @@ from torch import Tensor
 
 from parallel3d.comm.collectives import Group, all_reduce_max
 from parallel3d.fake_device import on_cuda
+from parallel3d.kernels.fp8_accumulation import accumulate
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # Both dims of a product's right matrix must be multiples of it on CUDA.
@@ -88,8 +89,7 @@ def multiply_on_gpu(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
 
     Rowwise products are rounded to bf16 first: all versions of that kernel have only this output.
     """
-    missing = -a.values.shape[1] % MULTIPLE
-    left, right = (F.pad(m.values.view(torch.uint8), (0, missing)).view(m.values.dtype) for m in (a, b))
+    left, right = _padded(a.values), _padded(b.values)
     in_fp32 = not a.inverse_scale.dim() and dtype in (torch.float32, torch.float64)
     product: Tensor = torch._scaled_mm(
         left,
@@ -100,3 +100,21 @@ def multiply_on_gpu(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
         use_fast_accum=True,
     )
     return product.to(dtype)
+
+
+def _padded(values: Tensor) -> Tensor:
+    """Return a matrix in fp8 with zeros after its rows, whose length the tensor cores need to be a multiple of 16."""
+    missing = -values.shape[1] % MULTIPLE
+    # Padding by nothing would copy.
+    return F.pad(values.view(torch.uint8), (0, missing)).view(values.dtype) if missing else values
+
+
+def multiply_into(a: Scaled, b: Scaled, out: Tensor, adds: bool, factor: float) -> bool:
+    """out += factor * a @ b^T if `adds`, else out = that, by a GEMM that adds itself. Return False where there is none.
+
+    There is one for matrices on CUDA with one scale each, whose dims 16 divides, and `out` in fp32.
+    """
+    if not out.is_cuda or out.dtype != torch.float32 or not out.is_contiguous() or a.inverse_scale.dim():
+        return False
+    left, right = _padded(a.values), _padded(b.values)
+    return accumulate(left, a.inverse_scale, right, b.inverse_scale, out, adds, factor)

@@ -159,7 +159,7 @@ def column_outputs(layers: Sequence[ColumnParallelLinear], x: Tensor, length: in
 def _outputs(layers: Sequence[ColumnParallelLinear], x: Tensor, length: int | None) -> tuple[Tensor, ...]:
     pairs, before = [(layer.weight, layer.bias) for layer in layers], layers[0]._boundary(length)
     fp8, ports = [layer._fp8 for layer in layers if layer._fp8 is not None], [layer.port for layer in layers]
-    outputs = fp8_linears(fp8, x, pairs, before) if fp8 else linears(ports, x, pairs, before)
+    outputs = fp8_linears(fp8, ports, x, pairs, before) if fp8 else linears(ports, x, pairs, before)
     return tuple(layer._output(y) for layer, y in zip(layers, outputs, strict=True))
 
 
@@ -210,7 +210,7 @@ class RowParallelLinear(SlicedLayer):
         length = sequence_length(x) if self.sequence_parallel else None
         after = boundary(self.group, self.sequence_parallel, length)
         if self._fp8 is not None:
-            (y,) = fp8_linears([self._fp8], x, [(self.weight, None)], after=after)
+            (y,) = fp8_linears([self._fp8], [self.port], x, [(self.weight, None)], after=after)
         else:
             y = row_linear(self.port, x, self.weight, after)
         return y if self.bias is None else y + self.bias.to(y.dtype)

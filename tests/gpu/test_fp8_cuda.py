@@ -6,12 +6,13 @@ import pytest
 import torch
 from reference import distance
 
-from parallel3d.kernels.fp8 import E4M3, E5M2, cast, multiply, multiply_ref
+from parallel3d.kernels.fp8 import E4M3, E5M2, cast, multiply, multiply_into, multiply_ref
 
-
-@pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="needs tensor cores for fp8"
 )
+
+
 @pytest.mark.parametrize("rowwise", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 250, 4096])
@@ -30,3 +31,20 @@ def test_all_products_of_a_layer(rowwise: bool, dtype: torch.dtype, tokens: int)
     (rows, columns), (straight, transposed), (g, g_columns) = results[1]
     for a, b in ((rows, straight), (g, transposed), (g_columns, columns)):
         assert distance(multiply(a, b, dtype), multiply_ref(a, b, dtype)) < 4e-3
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize(("tokens", "offset"), [(250, 0), (4096, 4)])
+def test_gradients_are_added_in_fp32_by_the_product(adds: bool, tokens: int, offset: int):
+    """offset: of the accumulator in a flat buffer, so that it is aligned to 16 bytes alone."""
+    x, gradient = torch.randn(tokens, 512, device="cuda"), torch.randn(tokens, 1536, device="cuda") * 1e-5
+    _, columns = cast(x.bfloat16(), E4M3, rowwise=False)
+    _, g_columns = cast(gradient.bfloat16(), E5M2, rowwise=False)
+    before = torch.randn(1536, 512, device="cuda") * 1e-3
+    flat = torch.full((before.numel() + offset,), float("nan"), device="cuda")
+    out = flat[offset:].view_as(before)
+    if adds:
+        out.copy_(before)
+    assert multiply_into(g_columns, columns, out, adds, 0.5)
+    product = 0.5 * multiply_ref(g_columns, columns, torch.float64)
+    assert distance(out, before + product if adds else product) < 4e-3
