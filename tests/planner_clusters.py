@@ -7,10 +7,17 @@ from dataclasses import replace
 
 import networkx as nx
 
-from parallel3d.planner.cluster.cluster import Cluster, Device, Gpu
+from parallel3d.costs.devices import Device
+from parallel3d.planner.cluster.cluster import Cluster, Gpu
 
-FAST = Device("fast", 80 << 30, 989e12, 650e12, 500e12, 3e12, 5e-6)
-SLOW = Device("slow", 40 << 30, 312e12, 250e12, 200e12, 1.5e12, 5e-6)
+_RATES = ("memory", "peak_flops", "gemm_flops", "attention_flops", "memory_bandwidth", "kernel_seconds")
+FAST, SLOW = (
+    Device(name=name, **dict(zip(_RATES, numbers, strict=True)))
+    for name, *numbers in (
+        ("fast", 80 << 30, 989e12, 650e12, 500e12, 3e12, 5e-6),
+        ("slow", 40 << 30, 312e12, 250e12, 200e12, 1.5e12, 5e-6),
+    )
+)
 
 NVLINK, PCIE, NIC = 400e9, 50e9, 40e9
 NVLINK_LATENCY, PCIE_LATENCY, NIC_LATENCY = 1e-6, 2e-6, 3e-6
@@ -18,7 +25,7 @@ NVLINK_LATENCY, PCIE_LATENCY, NIC_LATENCY = 1e-6, 2e-6, 3e-6
 
 def with_quick_hosts(cluster: Cluster) -> Cluster:
     """The same, whose hosts take no time to call operators."""
-    devices = {gpu.device: replace(gpu.device, host_seconds=0.0) for gpu in cluster.gpus}
+    devices = {gpu.device: gpu.device.model_copy(update={"host_seconds": 0.0}) for gpu in cluster.gpus}
     return replace(cluster, gpus=tuple(replace(gpu, device=devices[gpu.device]) for gpu in cluster.gpus))
 
 

@@ -1,24 +1,159 @@
-"""Devices and machines by data sheets and measurements: devices.yaml, of which the planner makes its presets."""
+"""Devices: the presets of devices.yaml, those that a user describes, and the seconds that they take for work."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
+
+from parallel3d.config.files import explain
+from parallel3d.costs.quantities import Bandwidth, Bytes, Described, Flops, Seconds
+from parallel3d.costs.work import Work
+from parallel3d.errors import ConfigError, nearest
+
+
+class Device(Described):
+    """A kind of GPU (or CPU).
+
+    - memory: bytes.
+    - peak_flops: dense bf16 FLOP/s of the data sheet, which MFU is relative to.
+    - gemm_flops: FLOP/s of matrix products, as sustained in training, without the time that their operands and results take at
+      memory_bandwidth; small or narrow products are slower by that.
+    - attention_flops: FLOP/s of fused attention. Only the products that a causal kernel computes count, recomputation included.
+    - memory_bandwidth: bytes a second, read and written, in an addition of long tensors.
+    - kernel_seconds: further seconds of any kernel.
+    - host_seconds: seconds that the host needs to call an operator in the forward or backward of a training, Python included;
+      0 where the host is the device.
+    - host_bandwidth: bytes a second that it copies from and to pinned host memory, in each direction while both are in use.
+    - host_memory: bytes of the host's memory for each device; host_memory_bandwidth: bytes a second that an optimizer's step on
+      the CPU reads and writes there; disk_bandwidth: bytes a second that are read from a local disk, and as many written, for
+      each device.
+    """
+
+    name: str
+    memory: Bytes
+    peak_flops: Flops
+    gemm_flops: Flops
+    attention_flops: Flops
+    memory_bandwidth: Bandwidth
+    kernel_seconds: Seconds
+    host_seconds: Seconds = 0.0
+    host_bandwidth: Bandwidth = 24e9
+    host_memory: Bytes = 120 * 2**30
+    host_memory_bandwidth: Bandwidth = 60e9
+    disk_bandwidth: Bandwidth = 3e9
+
+
+class WireSpec(Described):
+    """A link, in each direction. message_bandwidth: bandwidth of a single message, where that is less."""
+
+    bandwidth: Bandwidth
+    latency: Seconds | None = None
+    message_bandwidth: Bandwidth | None = None
+
+
+class Wiring(Described):
+    """Links of a machine. island: GPUs that NVLink joins, None for all; gpus_per_nic: GPUs that share a network card."""
+
+    pcie: WireSpec
+    nic: WireSpec
+    nvlink: WireSpec | None = None
+    island: int | None = None
+    gpus_per_nic: int = 1
+
+
+class Presets(Described):
+    """The file devices.yaml, whose first lines describe its keys."""
+
+    devices: Mapping[str, Mapping[str, Any]]
+    machines: Mapping[str, str]
+    cuda_names: Mapping[str, str]
+    latency: Mapping[str, Seconds]
 
 
 @cache
-def described() -> Any:
+def presets() -> Presets:
     """Return what devices.yaml holds."""
-    return yaml.safe_load(Path(__file__).with_name("devices.yaml").read_text(encoding="utf-8"))
+    text = Path(__file__).with_name("devices.yaml").read_text(encoding="utf-8")
+    return Presets.model_validate(yaml.safe_load(text))
 
 
-def peak_flops(cuda_name: str) -> float | None:
-    """Return the dense 16-bit FLOP/s of a device's data sheet by CUDA's name for it; None if it isn't known."""
-    devices = described()["devices"]
-    device = next((devices[name] for word, name in described()["cuda_names"].items() if word in cuda_name), None)
-    while device is not None and "peak_flops" not in device:
-        device = devices[device["base"]]
-    return None if device is None else float(device["peak_flops"])
+class Catalogue:
+    """Devices by name, in any case: the presets, and further devices of a cluster's YAML.
+
+    described: values of each device, and its `base`: a preset, or a device above it, whose values it has but for those given.
+    Raises ConfigError for a name that a device has already, an unknown base, and missing or wrong values.
+    """
+
+    def __init__(self, described: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        self._values: dict[str, dict[str, Any]] = {}  # by name in lower case, with `wiring`
+        self.devices: dict[str, Device] = {}  # by their names
+        for name, given in [*presets().devices.items(), *(described or {}).items()]:
+            if name.lower() in self._values:
+                raise ConfigError(f"there is a device {self.device(name).name!r} already; call yours something else")
+            values = {**(self._find(given["base"]) if "base" in given else {}), **given, "name": name}
+            known = {key: value for key, value in values.items() if key not in ("base", "wiring")}
+            if missing := [key for key, f in Device.model_fields.items() if f.is_required() and key not in known]:
+                raise ConfigError(
+                    f"devices.{name} lacks {', '.join(missing)}; give them, or `base`, a device that is like it otherwise, "
+                    "such as H100"
+                )
+            try:
+                self.devices[name] = Device.model_validate(known)
+            except ValidationError as error:
+                raise ConfigError(f"devices.{name}: {explain(error)}") from None
+            self._values[name.lower()] = values
+
+    def device(self, name: str) -> Device:
+        """Return the device of this name. Raises ConfigError, with the nearest name."""
+        return self.devices[self._find(name)["name"]]
+
+    def wiring(self, name: str) -> Wiring | None:
+        """Return how a machine of such devices is wired; None if that isn't known. Raises ConfigError as `device`."""
+        values = self._find(name)
+        return Wiring.model_validate(values["wiring"]) if "wiring" in values else None
+
+    def _find(self, name: str) -> dict[str, Any]:
+        if name.lower() not in self._values:
+            raise ConfigError(
+                f"unknown device {name!r};{nearest(name, self.devices)} Known are {', '.join(self.devices)}; describe another "
+                "one under `devices` of a cluster's YAML, or measure it with p3d plan --measure"
+            )
+        return self._values[name.lower()]
+
+
+@cache
+def preset_devices() -> Catalogue:
+    """Return the devices of devices.yaml alone."""
+    return Catalogue()
+
+
+def preset_of(cuda_name: str) -> Device | None:
+    """Return the preset of a device by CUDA's name for it, such as "NVIDIA H100 80GB HBM3"; None if there is none."""
+    names = presets().cuda_names
+    return next((preset_devices().device(own) for word, own in names.items() if word in cuda_name), None)
+
+
+# Share of the bandwidth at which a device adds long tensors that the kernels of layers reach: they reduce over rows, read with
+# strides, or are short. From a decoder's steps on 4 H200, eager and compiled, whose difference is such kernels alone
+# (2.4 of 4.1 TB/s), and compiled ones by themselves (1.6 TB/s, of fewer bytes than are really moved); 22B's layer of
+# arXiv:2205.05198, table 4, on A100s has 0.8.
+_OF_BANDWIDTH = 0.7
+
+
+def compute_seconds(work: Work, device: Device, samples: int = 1) -> float:
+    """Return the device's seconds for the work, without its collectives.
+
+    samples: predict this many samples from the work of one, approximately: what grows with them is multiplied.
+    """
+    growing = (
+        work.gemm_flops / device.gemm_flops
+        + work.attention_flops / device.attention_flops
+        + work.operands / device.memory_bandwidth
+        + work.moved / (_OF_BANDWIDTH * device.memory_bandwidth)
+    )
+    return samples * growing + work.weights / device.memory_bandwidth + work.kernels * device.kernel_seconds

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel3d.costs.devices import peak_flops
+from parallel3d.costs.devices import preset_of
 from parallel3d.costs.operators import cost_of
 from parallel3d.schedule.instructions import Instruction, Op
 
@@ -37,4 +37,5 @@ class ForwardFlops(TorchDispatchMode):
 
 def peak_of(device: torch.device) -> float | None:
     """Return the FLOP/s of a device's data sheet; None on the CPU, and for one that isn't known."""
-    return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    preset = preset_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return None if preset is None else preset.peak_flops

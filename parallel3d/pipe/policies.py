@@ -15,15 +15,14 @@ import torch
 
 from parallel3d.comm.collectives import all_gather_object
 from parallel3d.config import SELECTIVE, Config, RecomputationPolicy
+from parallel3d.costs.devices import compute_seconds, preset_devices
 from parallel3d.costs.layer_costs import Sample
 from parallel3d.costs.layer_profile import LayerProfile, recomputed
 from parallel3d.costs.model_traces import ModelTraces, TracedModel, rows_of
 from parallel3d.errors import ConfigError, PartitionError
 from parallel3d.specs import BuildContext, Layer
 
-# Of H100s, by devices.yaml: FLOP/s of matrix products and of attention, bytes/s of other kernels and of links. Only their
-# ratios count.
-_GEMMS, _ATTENTION, _MOVES, _LINKS = 790e12, 365e12, 2e12, 320e9
+_DEVICE = "H100"  # whose rates time layers. Only their ratios count.
 _SHARE = 0.9  # of a device's memory, without memory_budget: the rest is for what tensors don't take
 
 # (stage, bytes that a micro-batch holds on each chunk until its backward, and with deferred weight gradients) -> most bytes.
@@ -88,13 +87,11 @@ def options_of(traces: Traces, k: int, splits: bool) -> list[Option]:
 
 
 def _seconds_of(profile: LayerProfile) -> float:
-    work = profile.forward + profile.backward
-    return (
-        work.gemm_flops / _GEMMS
-        + work.attention_flops / _ATTENTION
-        + (work.moved + work.operands + work.weights) / _MOVES
-        + sum(collective.nbytes for collective in work.collectives) / _LINKS
-    )
+    devices, work = preset_devices(), profile.forward + profile.backward
+    links = devices.wiring(_DEVICE)
+    assert links is not None
+    sent = sum(collective.nbytes for collective in work.collectives)
+    return compute_seconds(work, devices.device(_DEVICE)) + sent / (links.nvlink or links.pcie).bandwidth
 
 
 def choose(

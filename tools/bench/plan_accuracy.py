@@ -33,13 +33,13 @@ from run import SHORTEST, describe_run, environment, error_lines, find_result, r
 
 from parallel3d.config import load
 from parallel3d.config.layout import PartialLayout, configuration, parse_layout
+from parallel3d.costs.devices import preset_of
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import RunRecord, read_run_record
 from parallel3d.planner.calibrate.calibration import Calibration, PredictedRun, calibrate
 from parallel3d.planner.calibrate.runs import RunPredictor
 from parallel3d.planner.cluster.cluster import Cluster
 from parallel3d.planner.cluster.file import load_cluster
-from parallel3d.planner.cluster.presets import preset_of
 from parallel3d.planner.network.links import Network
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.search.model import PlannedModel

@@ -132,13 +132,14 @@ class Calibration(StoredModel):
         if all(factor == 1.0 for factor in factors.values()):
             return cluster
         devices = {
-            device: replace(
-                device,
-                gemm_flops=device.gemm_flops / factors["gemm"],
-                attention_flops=device.attention_flops / factors["attention"],
-                memory_bandwidth=device.memory_bandwidth / factors["element_wise"],
-                kernel_seconds=device.kernel_seconds * factors["kernels"],
-                host_seconds=device.host_seconds * factors["host"],
+            device: device.model_copy(
+                update={
+                    "gemm_flops": device.gemm_flops / factors["gemm"],
+                    "attention_flops": device.attention_flops / factors["attention"],
+                    "memory_bandwidth": device.memory_bandwidth / factors["element_wise"],
+                    "kernel_seconds": device.kernel_seconds * factors["kernels"],
+                    "host_seconds": device.host_seconds * factors["host"],
+                }
             )
             for device in {gpu.device for gpu in cluster.gpus}
         }

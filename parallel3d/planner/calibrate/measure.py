@@ -19,11 +19,11 @@ import torch
 import yaml
 
 from parallel3d.atomic_write import write_whole
+from parallel3d.costs.devices import preset_of
 from parallel3d.errors import ConfigError, ExecutionError
 from parallel3d.launcher.ranks import run_ranks
 from parallel3d.planner.calibrate.measure_worker import ON_CPU, ON_GPUS, Effort, Measured, Transfer, measure_rank
 from parallel3d.planner.cluster.file import default_path
-from parallel3d.planner.cluster.presets import preset_of
 
 _HEADER = """\
 # Measured by p3d plan --measure. Bandwidths in bytes a second and direction, latencies in seconds, as fitted to what is under

@@ -13,17 +13,17 @@ from rich.table import Column, Table
 
 from parallel3d.config import load
 from parallel3d.config.layout import Layout
+from parallel3d.costs.devices import compute_seconds, preset_of
 from parallel3d.costs.work import Work
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import RunRecord, kind_name
 from parallel3d.planner.calibrate.calibration import Calibration, PredictedRun, calibrate
 from parallel3d.planner.cluster.cluster import Cluster
 from parallel3d.planner.cluster.file import default_path, load_cluster
-from parallel3d.planner.cluster.presets import preset_of
 from parallel3d.planner.network.links import Network
 from parallel3d.planner.predict.costs import StepPrediction
 from parallel3d.planner.predict.predict import Predictor
-from parallel3d.planner.predict.timing import compute_seconds, exchange_seconds
+from parallel3d.planner.predict.timing import exchange_seconds
 from parallel3d.planner.search.model import PlannedModel
 from parallel3d.planner.search.plan import prediction_of, profile_of
 from parallel3d.planner.search.result import Prediction

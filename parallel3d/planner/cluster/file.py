@@ -7,7 +7,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from operator import itemgetter
@@ -18,9 +18,9 @@ import networkx as nx
 from pydantic import ValidationError
 
 from parallel3d.config.files import YAML_SUFFIXES, explain, read_mapping
+from parallel3d.costs.devices import Catalogue, Device, WireSpec, presets
 from parallel3d.errors import ConfigError, nearest
-from parallel3d.planner.cluster.cluster import Cluster, Device, Gpu, natural
-from parallel3d.planner.cluster.presets import DEVICES, LATENCY, MACHINES, Catalogue
+from parallel3d.planner.cluster.cluster import Cluster, Gpu, natural
 from parallel3d.planner.cluster.schema import (
     MOST_GPUS,
     ClusterSpec,
@@ -28,7 +28,6 @@ from parallel3d.planner.cluster.schema import (
     LinkSpec,
     NicSpec,
     SwitchSpec,
-    WireSpec,
 )
 
 T = TypeVar("T")
@@ -110,14 +109,9 @@ def load_cluster(given: str | Path | Mapping[str, Any]) -> Cluster:
 
 
 def _short_form(text: str) -> Cluster:
-    many = re.fullmatch(rf"(\d{{1,9}}) *x *(\d+ *x.+|{'|'.join(map(re.escape, MACHINES))})", text, re.IGNORECASE)
+    names = "|".join(map(re.escape, presets().machines))
+    many = re.fullmatch(rf"(\d{{1,9}}) *x *(\d+ *x.+|{names})", text, re.IGNORECASE)
     hosts, kind = (int(many[1]), many[2]) if many else (1, text)
-    if re.fullmatch(r"(\d{1,9}) *x.+", MACHINES.get(kind.lower(), kind)) is None:
-        names = [*MACHINES, *(f"8x{name}" for name in DEVICES)]
-        raise ConfigError(
-            f"{text!r} is neither a cluster's file nor a machine; give the path of a YAML, GPUs such as 8xH100, hosts and GPUs "
-            f"such as 16x8xH100, or a name of {', '.join(MACHINES)}.{nearest(text, names)}"
-        )
     if hosts == 0:
         raise ConfigError(f"{text!r} has no hosts, and so no GPUs; give one or more, such as 8xH100")
     counted = {} if hosts == 1 else {"count": hosts}
@@ -139,10 +133,37 @@ def _with_machine(spec: HostSpec, catalogue: Catalogue) -> HostSpec:
     """Return the description of a host with its machine's values for those that it leaves out."""
     if spec.machine is not None:
         said = {key: getattr(spec, key) for key in spec.model_fields_set - {"machine"}}
-        spec = HostSpec.model_validate({**catalogue.machine(spec.machine), **said})
+        spec = HostSpec.model_validate({**_machine(spec.machine, catalogue), **said})
     if spec.gpus is None:
         raise ConfigError(f"host {spec.name!r} says nothing of its GPUs; give `machine: 8xH100`, or `gpus`")
     return spec
+
+
+def _machine(text: str, catalogue: Catalogue) -> dict[str, Any]:
+    """Return the host that '8xH100' or a machine's name stands for, as in a cluster's YAML. Raises ConfigError."""
+    machines = presets().machines
+    match = re.fullmatch(r"(\d{1,9}) *x *(.+)", machines.get(text.lower(), text).strip())
+    if match is None:
+        names = [*machines, *(f"8x{name}" for name in catalogue.devices)]
+        raise ConfigError(
+            f"{text!r} is no machine, and no cluster's file; give the path of a YAML, GPUs such as 8xH100, hosts and GPUs "
+            f"such as 16x8xH100, or a name of {', '.join(machines)}.{nearest(text, names)}"
+        )
+    count, device, wiring = int(match[1]), catalogue.device(match[2]), catalogue.wiring(match[2])
+    if count > MOST_GPUS:
+        raise ConfigError(f"{text!r} has more than {MOST_GPUS} GPUs; give fewer")
+    if wiring is None:
+        raise ConfigError(
+            f"it isn't known how a machine of {device.name!r} is wired; give the host gpus, nvlink, pcie and nics instead of "
+            "`machine`, or the device a `base`"
+        )
+    nics = [{**wiring.nic.given, "count": max(1, count // wiring.gpus_per_nic)}]
+    host: dict[str, Any] = {"gpus": [{"device": device.name, "count": count}], "pcie": wiring.pcie, "nics": nics}
+    if wiring.nvlink is not None and count > 1:
+        host["nvlink"] = wiring.nvlink.given
+        if size := wiring.island:
+            host["nvlink"]["islands"] = [list(range(k, min(k + size, count))) for k in range(0, count, size)]
+    return host
 
 
 def _check_size(hosts: Sequence[HostSpec], switches: Sequence[SwitchSpec]) -> None:
@@ -163,7 +184,7 @@ def _hosts(spec: HostSpec, catalogue: Catalogue) -> list[_Host]:
     devices: list[Device] = []
     for gpus in spec.gpus or ():
         device = catalogue.device(gpus.device)
-        devices += [replace(device, memory=gpus.memory or device.memory)] * gpus.count
+        devices += [device.model_copy(update={"memory": gpus.memory or device.memory})] * gpus.count
     return [_Host(name, tuple(devices), spec) for name in spec.names]
 
 
@@ -200,7 +221,7 @@ def _twice(names: Iterable[T]) -> list[T]:
 
 
 def _connect(graph: nx.Graph, a: str, b: str, kind: str, wire: WireSpec) -> None:
-    measures = {"latency": LATENCY[kind], **wire.given}
+    measures = {"latency": presets().latency[kind], **wire.given}
     graph.add_edge(a, b, kind=kind, **{name: measures[name] for name in WireSpec.model_fields if name in measures})
 
 
@@ -303,7 +324,7 @@ def _add_links(graph: nx.Graph, links: Sequence[LinkSpec]) -> None:
     # Sorted: paths that are equally good should not depend on the order in which links were given.
     for (a, b), given in sorted(added.items(), key=itemgetter(0)):
         kind = given.get("kind") or _kind({graph.nodes[a]["role"], graph.nodes[b]["role"]})
-        graph.add_edge(a, b, **{"latency": LATENCY[kind], **given, "kind": kind})
+        graph.add_edge(a, b, **{"latency": presets().latency[kind], **given, "kind": kind})
 
 
 def _matching(graph: nx.Graph, pattern: str) -> list[str]:

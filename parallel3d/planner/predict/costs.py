@@ -11,12 +11,13 @@ import numpy as np
 import torch
 
 from parallel3d.config.layout import Layout
+from parallel3d.costs.devices import compute_seconds
 from parallel3d.costs.layer_profile import LayerProfile
 from parallel3d.costs.work import Collective, CollectiveKind, Work
 from parallel3d.parameters import ParameterInfo
 from parallel3d.planner.predict.program import Buckets
 from parallel3d.planner.predict.sharded import ShardedWeights
-from parallel3d.planner.predict.timing import Floats, LayoutLinks, Times, by_op, compute_seconds
+from parallel3d.planner.predict.timing import Floats, LayoutLinks, Times, by_op
 from parallel3d.planner.search.result import StageMemory
 from parallel3d.schedule.instructions import Op, Program
 from parallel3d.schedule.lifetimes import LiveLimits

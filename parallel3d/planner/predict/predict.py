@@ -12,13 +12,13 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from parallel3d.config.layout import Layout
+from parallel3d.costs.devices import Device
 from parallel3d.costs.layer_costs import LayerCost
 from parallel3d.costs.layer_profile import LayerProfile
 from parallel3d.errors import PartitionError
 from parallel3d.partition.chain import cut, segment_costs
 from parallel3d.partition.split import StageLimit, partition_layers
 from parallel3d.planner.calibrate.calibration import Calibration
-from parallel3d.planner.cluster.cluster import Device
 from parallel3d.planner.network.links import Network
 from parallel3d.planner.predict.chunk_memory import MemoryReplay
 from parallel3d.planner.predict.costs import (

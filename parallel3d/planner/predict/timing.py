@@ -9,32 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from parallel3d.costs.devices import Device, compute_seconds
 from parallel3d.costs.layer_profile import LayerProfile
 from parallel3d.costs.work import Collective, CollectiveKind, Exchange, Work
-from parallel3d.planner.cluster.cluster import Device
 from parallel3d.planner.network.fabric import Floats, Integers
 from parallel3d.planner.network.links import Kind, Network
 from parallel3d.schedule.instructions import Op
-
-# Share of the bandwidth at which a device adds long tensors that the kernels of layers reach: they reduce over rows, read with
-# strides, or are short. From a decoder's steps on 4 H200, eager and compiled, whose difference is such kernels alone
-# (2.4 of 4.1 TB/s), and compiled ones by themselves (1.6 TB/s, of fewer bytes than are really moved); 22B's layer of
-# arXiv:2205.05198, table 4, on A100s has 0.8.
-_OF_BANDWIDTH = 0.7
-
-
-def compute_seconds(work: Work, device: Device, samples: int = 1) -> float:
-    """Return the device's seconds for the work, without its collectives.
-
-    samples: predict this many samples from the work of one, approximately: what grows with them is multiplied.
-    """
-    growing = (
-        work.gemm_flops / device.gemm_flops
-        + work.attention_flops / device.attention_flops
-        + work.operands / device.memory_bandwidth
-        + work.moved / (_OF_BANDWIDTH * device.memory_bandwidth)
-    )
-    return samples * growing + work.weights / device.memory_bandwidth + work.kernels * device.kernel_seconds
 
 
 def exchange_seconds(

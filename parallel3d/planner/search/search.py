@@ -15,12 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from parallel3d.config.layout import Layout
+from parallel3d.costs.devices import compute_seconds
 from parallel3d.costs.work import Work
 from parallel3d.errors import PartitionError
 from parallel3d.planner.network.placement import Grid
 from parallel3d.planner.predict.costs import WORTH_HALVES, StepPrediction, fullness_of, reducing_seconds
 from parallel3d.planner.predict.predict import Predictor
-from parallel3d.planner.predict.timing import Floats, Integers, compute_seconds, layer_times
+from parallel3d.planner.predict.timing import Floats, Integers, layer_times
 from parallel3d.planner.search.result import StageMemory
 from parallel3d.planner.search.space import LARGE, RECOMPUTED, Space
 from parallel3d.zero.layout import bucket_limit
@@ -115,7 +116,7 @@ class Bounds:
         self._predictor = predictor
         devices = {gpu.device for gpu in predictor.network.cluster.gpus}
         fastest = min(devices, key=lambda device: compute_seconds(Work(1e15, 1e14, 1e12), device))
-        self._device = replace(fastest, host_seconds=min(device.host_seconds for device in devices))
+        self._device = fastest.model_copy(update={"host_seconds": min(device.host_seconds for device in devices)})
         self.why_not_sharded: dict[int, str] = {}
         self._refined: set[tuple[Any, ...]] = set()
         self._reduction = cache(self._seconds_reducing)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parallel3d.costs.devices import preset_devices
 from parallel3d.errors import ConfigError
 from parallel3d.planner.cluster.file import load_cluster
-from parallel3d.planner.cluster.presets import DEVICES
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "clusters" / "two_unequal_hosts.yaml"
 
@@ -67,7 +67,7 @@ def test_ten_thousand_gpus_have_links_in_proportion():
 
 
 def test_every_preset_is_a_device_slower_in_training_than_on_its_data_sheet():
-    for name, device in DEVICES.items():
+    for name, device in preset_devices().devices.items():
         assert name == device.name
         assert 0 < device.attention_flops < device.gemm_flops < device.peak_flops
         assert load_cluster(f"2x8x{name}").gpus[0].device == device
@@ -76,7 +76,7 @@ def test_every_preset_is_a_device_slower_in_training_than_on_its_data_sheet():
 def test_the_example_has_unequal_gpus_cards_and_links():
     cluster = load_cluster(EXAMPLE)
     assert [(gpu.host, gpu.device.name) for gpu in cluster.gpus] == [("big", "H100")] * 8 + [("old", "A100")] * 4
-    assert [gpu.device.memory for gpu in cluster.gpus[-2:]] == [DEVICES["A100"].memory, 40e9]
+    assert [gpu.device.memory for gpu in cluster.gpus[-2:]] == [preset_devices().device("A100").memory, 40e9]
     assert [gpu.island for gpu in cluster.gpus] == [0] * 8 + [1, 1, 2, 2]
     bandwidth = {frozenset(ends): value for *ends, value in cluster.graph.edges(data="bandwidth")}
     latency = {frozenset(ends): value for *ends, value in cluster.graph.edges(data="latency")}
@@ -119,7 +119,7 @@ def test_devices_are_described_anew_or_from_others():
     cluster = load_cluster(spec)
     (device,) = {gpu.device for gpu in cluster.gpus}
     assert (device.memory, device.gemm_flops, device.memory_bandwidth) == (64 * 2**30, 400e12, 1e12)
-    assert device.peak_flops == DEVICES["H100"].peak_flops
+    assert device.peak_flops == preset_devices().device("H100").peak_flops
     assert {gpu.island for gpu in cluster.gpus} == {0}  # wired as its base is
 
 
@@ -195,7 +195,7 @@ def test_latencies_have_units(text, value):
         ({"hosts": []}, ["no GPUs"]),
         ({}, ["hosts", "is missing"]),
         ("8xH10", ["unknown device 'H10'", "Did you mean 'H100'?"]),
-        ("H100", ["'H100' is neither", "Did you mean '8xH100'?"]),
+        ("H100", ["'H100' is no machine", "Did you mean '8xH100'?"]),
         ("dgx-h10", ["Did you mean 'dgx-h100'?"]),
         ("absent.yaml", ["no configuration file absent.yaml"]),
         ({"hosts": [{"machine": "H100"}]}, ["'H100' is no machine", "8xH100"]),
@@ -261,7 +261,7 @@ def test_what_cannot_be_is_an_error_with_the_remedy(described, words):
     [
         ("99999999x8xH100", "hosts[0].count: Input should be less than or equal to 131072, not 99999999"),
         ("1x99999999xH100", "has more than 131072 GPUs"),
-        pytest.param("9" * 5000 + "xH100", "neither a cluster's file nor a machine", id="digits"),
+        pytest.param("9" * 5000 + "xH100", "is no machine, and no cluster's file", id="digits"),
         ("100000x8xH100", "there are 800000 GPUs; describe 131072 or fewer"),
         (
             {"hosts": [{"machine": "8xH100", "count": 100}], "links": [{"between": ["*", "*"]}]},

@@ -8,11 +8,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parallel3d.costs.devices import preset_of
 from parallel3d.errors import ConfigError
 from parallel3d.planner.calibrate.measure import describe, fit_link, measure_cluster
 from parallel3d.planner.calibrate.measure_worker import Measured, Transfer, islands_of
 from parallel3d.planner.cluster.file import default_path, load_cluster
-from parallel3d.planner.cluster.presets import preset_of
 
 SIZES = [2**k for k in range(14, 30, 2)]
 

@@ -10,15 +10,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel3d.config import load
+from parallel3d.costs.devices import Device, compute_seconds
 from parallel3d.costs.layer_profile import LayerProfile
 from parallel3d.costs.work import Collective, Exchange, Work
 from parallel3d.models import DecoderConfig, causal_lm_loss, decoder
-from parallel3d.planner.cluster.cluster import Device
 from parallel3d.planner.predict.profile import ModelProfile
-from parallel3d.planner.predict.timing import compute_seconds, exchange_seconds, layer_times
+from parallel3d.planner.predict.timing import exchange_seconds, layer_times
 from parallel3d.planner.search.model import DEFAULTS
 
-DEVICE = Device("unit", 1 << 30, 1.0, 1.0, 1.0, 1e30, 0.0)  # a second for each FLOP, none for bytes
+# A second for each FLOP, none for bytes.
+DEVICE = Device(
+    name="unit",
+    memory=1 << 30,
+    peak_flops=1.0,
+    gemm_flops=1.0,
+    attention_flops=1.0,
+    memory_bandwidth=1e30,
+    kernel_seconds=0.0,
+)
 SEQ, HIDDEN, FFN, HEADS = 2048, 4096, 8192, 32
 
 
@@ -97,7 +106,7 @@ def test_operands_grow_with_samples_and_weights_do_not(samples: int):
 
 
 def test_products_take_their_operands_time_too():
-    device = replace(DEVICE, gemm_flops=100.0, memory_bandwidth=10.0)
+    device = DEVICE.model_copy(update={"gemm_flops": 100.0, "memory_bandwidth": 10.0})
     assert compute_seconds(Work(gemm_flops=300.0, operands=5.0, weights=15.0), device) == pytest.approx(3 + 2)
 
 
