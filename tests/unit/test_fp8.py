@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from parallel3d.autograd.fp8 import Fp8
 from parallel3d.autograd.sink import GradientSink
-from parallel3d.autograd.split_backward import is_split
+from parallel3d.autograd.split_backward import is_split, make_splittable, open_ports
 from parallel3d.comm.collectives import Group
 from parallel3d.config import Fp8Config, load
+from parallel3d.engine.compile import torch_options
 from parallel3d.engine.fp8 import check_device, linears_between, use_fp8
 from parallel3d.errors import ConfigError
 from parallel3d.kernels.fp8 import E4M3, E5M2, cast, multiply_on_gpu, multiply_ref
@@ -65,14 +67,16 @@ def deferred(sink: GradientSink, loss: Tensor) -> None:
     sink.run_deferred("here")
 
 
-@pytest.mark.parametrize("backward", [whole, fused, deferred])
-@pytest.mark.parametrize("recomputed", [False, True])
-@pytest.mark.parametrize(("recipe", "weight_gradient"), SETTINGS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_are_those_of_the_reference(
-    backward: Callable[..., None], recomputed: bool, recipe: str, weight_gradient: str, dtype: torch.dtype
-):
-    """Over two micro-batches, into fp32. Operands are equal to the bit, so that only the rounding of results differs."""
+def compare(
+    backward: Callable[..., None],
+    recipe: str,
+    weight_gradient: str,
+    dtype: torch.dtype,
+    close: float,
+    run: Callable[[nn.Module, Tensor], Tensor] = lambda model, x: model(x),
+    backend: str | None = None,
+) -> None:
+    """Compare two micro-batches into fp32 with the reference. run: calls the model; backend: of torch.compile, in one graph."""
     model, expected = network().to(dtype), network().to(dtype)
     into_fp8([expected], recipe, weight_gradient, but=list(expected)[-2:])
     sink = GradientSink()
@@ -80,13 +84,19 @@ def test_products_are_those_of_the_reference(
     for parameter, accumulator in sums.items():
         sink.attach(parameter, accumulator)
     sink.open()
+    if backend is not None:
+        make_splittable(model, sink)
     fp8 = in_fp8(model, sink, recipe, weight_gradient)
+    if backend is not None:
+        torch._dynamo.reset()
+        open_ports(model, sink)
+        options = torch_options({"backend": backend, "dynamic": False})
+        model.compile(fullgraph=True, **options)
     wanted = {name: torch.zeros(p.shape) for name, p in expected.named_parameters()}
-    close = 2e-6 if dtype is torch.float32 else 4e-3
     with fp8.keeping():
         for seed in range(2):
             x = torch.randn(2, 7, 32, dtype=dtype, generator=torch.Generator().manual_seed(seed), requires_grad=True)
-            y = checkpoint(model, x, use_reentrant=False) if recomputed else model(x)
+            y = run(model, x)
             backward(sink, y.float().square().sum())
             copied = x.detach().clone().requires_grad_()
             z = expected(copied)
@@ -99,6 +109,32 @@ def test_products_are_those_of_the_reference(
     for name, p in model.named_parameters():
         if p.requires_grad:
             assert distance(sums[p], wanted[name]) < 1.5 * close, name
+
+
+@pytest.mark.parametrize("backward", [whole, fused, deferred])
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize(("recipe", "weight_gradient"), SETTINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_those_of_the_reference(
+    backward: Callable[..., None], recomputed: bool, recipe: str, weight_gradient: str, dtype: torch.dtype
+):
+    """Operands are equal to the bit, so that only the rounding of results differs."""
+    run = partial(checkpoint, use_reentrant=False) if recomputed else nn.Module.__call__
+    compare(backward, recipe, weight_gradient, dtype, 2e-6 if dtype is torch.float32 else 4e-3, run)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "compiled_by" in metafunc.fixturenames:
+        # Making inductor's kernels takes seconds a case; it alone leaves out what it takes for dead code.
+        cases = [("aot_eager", *settings) for settings in SETTINGS]
+        cases += [
+            ("inductor", *settings) for settings in (SETTINGS if metafunc.config.getoption("full") else SETTINGS[:1])
+        ]
+        metafunc.parametrize(("compiled_by", "recipe", "weight_gradient"), cases)
+
+
+def test_compiled_layers_are_one_graph(compiled_by: str, recipe: str, weight_gradient: str):
+    compare(deferred, recipe, weight_gradient, torch.float32, 2e-6, backend=compiled_by)
 
 
 def test_weights_are_cast_once_while_they_are_kept():
