@@ -119,9 +119,9 @@ class Planner:
         found = search.run()
         near = [c for c in found[:MOST_NEAR] if c.rank[1] <= _NEAR * found[0].rank[1]]
         improved = [improve(self.predictor, candidate) for candidate in near] + found[len(near) :]
-        return self._result(search, listed(self._with_autos(improved), self.question.num_best))
+        return self._result(search, listed(self._with_autos(improved, search), self.question.num_best))
 
-    def _with_autos(self, found: list[StepPrediction]) -> list[StepPrediction]:
+    def _with_autos(self, found: list[StepPrediction], search: BranchAndBound) -> list[StepPrediction]:
         """Add schedule "auto" on the best candidate's chunks if that is quick; if asked for, on all chunks, and it alone."""
         found = sorted(found, key=lambda c: c.rank)
         question = self.question
@@ -134,8 +134,34 @@ class Planner:
             chosen = listed(found, question.num_best)
         else:
             chosen = [c for c in found[:1] if is_quick(c.layout)]
-        autos = [auto for c in chosen if (auto := with_auto(self.predictor, c)) is not None and auto.fits]
-        return sorted(autos if schedule == "auto" else found + autos, key=lambda c: c.rank)
+        autos = {c.layout: with_auto(self.predictor, c.layout, c.split.links.ranks.ravel().tolist()) for c in chosen}
+        if schedule == "auto" or question.every_auto:
+            for step in chosen:
+                self._weigh(step, search, autos)
+        fitting = [auto for auto in autos.values() if auto is not None and auto.fits]
+        return sorted(fitting if schedule == "auto" else found + fitting, key=lambda c: c.rank)
+
+    def _weigh(self, step: StepPrediction, search: BranchAndBound, autos: dict[Layout, StepPrediction | None]) -> None:
+        """Predict "auto" with other recomputation, chunks and units of layers than a candidate's, where that is quick.
+
+        A schedule made for the memory may hold fewer micro-batches than a named one, and then needs less recomputation than the
+        candidates that fit; or it has room for more chunks. Layouts come in the order of their lower bounds, as long as these
+        are below the shortest that fits. autos: by layout as named, to which this adds.
+        """
+        space, bounds, layout = self.space, search.bounds.seconds, step.layout
+        own = {
+            name: getattr(layout, name)
+            for name in ("stages", "tensor_ranks", "sequence_parallel", "micro_batch", "zero")
+        }
+        rows = np.all([getattr(space, name) == value for name, value in own.items()], axis=0)
+        order = np.flatnonzero(rows & np.isfinite(bounds))
+        for k in order[np.argsort(bounds[order], kind="stable")]:
+            best = min((auto.seconds for auto in autos.values() if auto is not None and auto.fits), default=np.inf)
+            if bounds[k] >= best:
+                break
+            other = space.layout(k)
+            if other not in autos and is_quick(other):
+                autos[other] = with_auto(self.predictor, other, step.split.links.ranks.ravel().tolist())
 
     def _result(self, search: BranchAndBound, best: Sequence[StepPrediction]) -> PlanResult:
         question, predictor = self.question, self.predictor
@@ -241,12 +267,11 @@ def is_quick(layout: Layout) -> bool:
     return layout.stages * layout.chunks * layout.micro_batches <= _QUICK
 
 
-def with_auto(predictor: Predictor, step: StepPrediction) -> StepPrediction | None:
-    """Predict schedule "auto" on the chunks and devices of a prediction.
+def with_auto(predictor: Predictor, layout: Layout, places: Sequence[int] | None = None) -> StepPrediction | None:
+    """Predict schedule "auto" on the chunks of a layout. places: see Predictor.predict.
 
     Return None for a single stage, for a placement of chunks that "auto" doesn't have, or if no micro-batch fits.
     """
-    layout, places = step.layout, step.split.links.ranks.ravel().tolist()
     named = _NAMED.get((layout.chunks, layout.placement))
     if layout.stages == 1 or named is None:
         return None

@@ -23,11 +23,10 @@ from parallel3d.planner.predict.costs import WORTH_HALVES, StepPrediction, fulln
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.predict.timing import Floats, Integers, layer_times
 from parallel3d.planner.search.result import StageMemory
-from parallel3d.planner.search.space import LARGE, RECOMPUTED, Space
+from parallel3d.planner.search.space import LARGE, Space
 from parallel3d.zero.layout import bucket_limit
 from parallel3d.zero.memory import predict_state
 
-_ROOMY = 0.9  # share of the memory below which layers weren't split unevenly to fit
 MOST_NEAR = 6  # candidates that are improved
 _OF_A_SHAPE = 3  # candidates of one shape that are listed
 _ALTERNATIVES = 5  # shapes whose most likely layouts are evaluated, so that there is something to compare with
@@ -262,7 +261,6 @@ class BranchAndBound:
         sizes = [predictor.capacity([device]) for device in {gpu.device for gpu in predictor.network.cluster.gpus}]
         self.capacity, self.host_capacity = map(max, zip(*sizes, strict=True))
         self.evaluated: dict[Layout, StepPrediction | OutOfMemory] = {}
-        self._roomy: set[Layout] = set()
         self._layout = cache(space.layout)
         self._least = cache(predictor.least)
 
@@ -326,8 +324,6 @@ class BranchAndBound:
             layout, least = self._layout(k), float(self.bounds.seconds[k] / worth[k])
             if _with_whole_weights(layout) in fitting:
                 continue
-            if self._roomy and not self._roomy.isdisjoint(_no_slower(layout)):
-                continue
             if self._least_share(k) <= 1.0 and not is_near:
                 is_new = least > bound
                 heappush(waiting, (least if is_new else max(bound, self._near_bound(layout)), n, k, not is_new))
@@ -337,8 +333,6 @@ class BranchAndBound:
                 if candidate.fits:
                     fitting.add(layout)
                     best = min(best, candidate.rank[1])
-                    if fullness_of(candidate.memory) < _ROOMY:
-                        self._roomy.add(layout)
                     continue
             if following[k] >= 0:
                 heappush(waiting, (bound, n, int(following[k]), False))
@@ -377,13 +371,3 @@ def _with_whole_weights(layout: Layout) -> Layout:
     chunks = 1 if layout.stages == 1 else layout.chunks
     named = {"schedule": "interleaved" if chunks > 1 else "1f1b"} if layout.schedule == "gpipe" else {}
     return layout.model_copy(update={"zero": 2 * (layout.replicas > 1), "chunks": chunks, **named})
-
-
-def _no_slower(layout: Layout) -> list[Layout]:
-    """Return layouts that take no more time but more memory: they reduce less often, or recompute fewer layers at once."""
-    whole = _with_whole_weights(layout)
-    stages = {whole.zero, int(layout.replicas > 1)} if layout.zero >= 2 else {layout.zero}
-    intervals = [n for n in RECOMPUTED if 0 < n < layout.recompute] + [layout.recompute]
-    others = [whole.model_copy(update={"zero": stage, "recompute": n}) for stage in stages for n in intervals]
-    others += [layout.model_copy(update={"recompute": n}) for n in intervals]
-    return [other for other in others if other != layout]

@@ -21,7 +21,7 @@ def planned(text: str, memory: str | None = None) -> tuple[StepPrediction, StepP
     planner = planner_of(model, load_cluster(hosts(1, memory)), 8, fixed=fixed)
     layout = next(found for k in range(len(planner.space)) if (found := planner.space.layout(k)).recompute == 0)
     named = evaluate(planner.predictor, layout)
-    auto = with_auto(planner.predictor, named)
+    auto = with_auto(planner.predictor, layout)
     assert auto is not None
     return named, auto
 
@@ -55,7 +55,7 @@ def test_it_keeps_within_the_devices_memory() -> None:
 
 def test_a_single_stage_has_none() -> None:
     planner = planner_of(small_model(), load_cluster(hosts(1)), 8, fixed=parse_layout("dp4"))
-    assert with_auto(planner.predictor, evaluate(planner.predictor, planner.space.layout(0))) is None
+    assert with_auto(planner.predictor, planner.space.layout(0)) is None
 
 
 def test_short_pipelines_are_quick() -> None:
@@ -84,3 +84,12 @@ def test_the_best_pipeline_is_planned_with_it_where_that_is_quick_or_asked_for(
     ]
     has_auto = ["auto" in {prediction.schedule for prediction in answer.best} for answer in answers]
     assert has_auto == [not every, True]
+
+
+def test_it_weighs_recomputation_against_chunks_as_trying_all_would() -> None:
+    fixed = parse_layout("pp4,auto,m4,mb1,zero0")
+    planner = planner_of(small_model(seq=2048, layers=8), load_cluster(hosts(1, "1.65 GB")), 4, fixed=fixed)
+    shortest = planner.answer().best[0].seconds
+    layouts = map(planner.space.layout, range(len(planner.space)))
+    every = [auto for layout in layouts if (auto := with_auto(planner.predictor, layout)) is not None]
+    assert shortest == min(auto.seconds for auto in every if auto.fits)
