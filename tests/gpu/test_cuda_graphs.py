@@ -70,8 +70,8 @@ def test_graphs_train_bitwise_as_without_on_two_gpus(
 
 DECODER = DecoderConfig(
     vocab_size=512,
-    hidden_size=512,
-    ffn_size=1408,
+    hidden_size=1024,  # so large that gaps in the allocator's segments of 20 MiB are few of its bytes
+    ffn_size=2816,
     num_layers=6,
     num_heads=8,
     max_positions=1024,
