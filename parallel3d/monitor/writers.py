@@ -91,8 +91,11 @@ class _Tensorboard:
         self._writer.add_text("config", f"```\n{json.dumps(config, indent=1)}\n```")
 
     def write_events(self, events: Sequence[tuple[str, float, int]]) -> None:
-        for event in events:
-            self._writer.add_scalar(*event)
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        for samples, values in _by_samples(events):  # as add_scalar does for one value, which waits for a thread each time
+            scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+            self._writer.file_writer.add_summary(Summary(value=scalars), samples)
         self._writer.flush()
 
 
