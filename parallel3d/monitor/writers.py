@@ -93,7 +93,8 @@ class _Tensorboard:
     def write_events(self, events: Sequence[tuple[str, float, int]]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        for samples, values in _by_samples(events):  # as add_scalar does for one value, which waits for a thread each time
+        # As add_scalar does for one value, which waits for a thread each time.
+        for samples, values in _by_samples(events):
             scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
             self._writer.file_writer.add_summary(Summary(value=scalars), samples)
         self._writer.flush()
