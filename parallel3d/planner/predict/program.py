@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate, pairwise
@@ -105,20 +105,21 @@ class Programs:
         roughly: bool = False,
         compute: Program | None = None,
         sharded: tuple[Lifetimes, Sequence[Sequence[int]]] | None = None,
-    ) -> tuple[Program, Callable[[], Simulation]]:
-        """Return what the executor runs, and a function that makes its simulation.
+    ) -> Simulation:
+        """Return the simulation of what the executor runs.
 
         compute: the schedule, if it isn't a named one; sharded: lifetimes of weights, and what is freed (see Lifetimes.add_to).
         """
         owners, partitioned = tuple(owners for owners, _ in buckets.replicas), policy.stage > 0 and layout.replicas > 1
         added = tuple(map(len, buckets.of_chunk)), owners, partitioned, policy.reduce_per_micro_batch
         schedule = _schedule(layout, num_micro_batches, roughly)
+        if compute is None and sharded is None:
+            return self._simulation(schedule, added)
         program = self._whole(schedule, added) if compute is None else add_collectives(lower(compute), *added)
-        if sharded is not None:
-            lifetimes, freed = sharded
-            program = lifetimes.add_to(program, freed)
-            return program, partial(Simulation, program, lifetimes.uses)
-        return program, partial(self._simulation, schedule, added) if compute is None else partial(Simulation, program)
+        if sharded is None:
+            return Simulation(program)
+        lifetimes, freed = sharded
+        return Simulation(lifetimes.add_to(program, freed), lifetimes.uses)
 
     def replay(self, layout: Layout, num_micro_batches: int, roughly: bool = False) -> MemoryReplay:
         """Return the replay of a program without collectives, which hold nothing.
