@@ -52,7 +52,6 @@ from parallel3d.zero.policy import live_limits
 
 Units = Literal["half"] | None  # of layers, see Layout
 _Seconds = TypeVar("_Seconds", float, Floats)
-_SMALL = 256  # ranks; with more, a rough prediction assumes that all stages have equal links
 
 
 class Predictor:
@@ -212,7 +211,7 @@ class Predictor:
         bounds: Sequence[int] | None = None,
     ) -> SplitLayout:
         """Split a layout; the parameters of equal owners count as one unless exactly."""
-        links = self.links(layout, places, exactly)
+        links = self.links(layout, places)
         placement = placement_of(layout.placement, layout.stages, layout.chunks)
         bounds, times = self._chunks(layout, links, placement, exactly, bounds)
         profile, slicing = self.profile(layout.units), (layout.tensor_ranks, layout.sequence_parallel)
@@ -229,13 +228,12 @@ class Predictor:
         sharded = sharded_weights(layout, policies, layers, units, stages, frozen, placement, bounds) if units else None
         return SplitLayout(layout, links, layers, samples, placement, bounds, times, policies, stages, buckets, sharded)
 
-    def links(self, layout: Layout, places: Sequence[int] | None = None, exactly: bool = True) -> LayoutLinks:
+    def links(self, layout: Layout, places: Sequence[int] | None = None) -> LayoutLinks:
         """Return the links of the layout's ranks. places: see predict."""
-        roughly = not exactly and layout.world_size > _SMALL
-        key = (layout.shape, None if places is None else tuple(places), roughly)
+        key = (layout.shape, None if places is None else tuple(places))
         if key not in self._links:
             placed = range(layout.world_size) if places is None else places
-            self._links[key] = LayoutLinks(self.network, layout.shape, placed, roughly)
+            self._links[key] = LayoutLinks(self.network, layout.shape, placed)
         return self._links[key]
 
     def _chunks(
@@ -313,7 +311,7 @@ class Predictor:
 
         No prediction is needed, only those stages' lists of instructions.
         """
-        links, timed = self.links(layout, exactly=False), timed_micro_batches(layout, exactly=False)
+        links, timed = self.links(layout), timed_micro_batches(layout, exactly=False)
         memory, replay = self.memory_model(layout.units), self._programs.replay(layout, timed, roughly=True)
         bounds, _ = self._chunks(layout, links, replay.placement, exactly=False)
         samples, one = layout.micro_batch * untimed_flight(layout, timed), layout.model_copy(update={"micro_batch": 1})
