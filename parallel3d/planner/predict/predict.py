@@ -151,7 +151,7 @@ class Predictor:
     def _step(self, split: SplitLayout, compute: Program | None, limits: LiveLimits | None) -> StepPrediction:
         """Predict a split layout. limits: of sharded weights that are gathered; None if all weights are whole."""
         layout, micro_batches = split.layout, timed_micro_batches(split.layout)
-        replay = self._programs.replay(layout, micro_batches) if compute is None else MemoryReplay.of(lower(compute))
+        replay = self._programs.replay(layout, micro_batches) if compute is None else MemoryReplay(lower(compute))
         sharded, freed = None, list[list[int]]()
         if split.sharded is not None and limits is not None:
             freed = self._freed(split, replay)

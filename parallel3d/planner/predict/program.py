@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate, pairwise
 
 from parallel3d.config.layout import Layout
@@ -14,7 +14,7 @@ from parallel3d.planner.predict.chunk_memory import MemoryReplay
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.instructions import Program
 from parallel3d.schedule.lifetimes import Lifetimes
-from parallel3d.schedule.lowering import add_collectives, lower, lower_rank
+from parallel3d.schedule.lowering import add_collectives, lower
 from parallel3d.schedule.timing import Simulation
 from parallel3d.schedule.zero_bubble import looped_zero_bubble
 from parallel3d.zero.layout import Owners, bucket_limit, by_owners, lay_out
@@ -91,10 +91,7 @@ class Programs:
         lowered = cache(lambda schedule: lower(compute(schedule)))
         self._whole = cache(lambda schedule, added: add_collectives(lowered(schedule), *added))
         self._simulation = cache(lambda schedule, added: Simulation(self._whole(schedule, added)))
-        self._replay = cache(lambda schedule: MemoryReplay.of(lowered(schedule)))
-        self._rough_replay = cache(
-            lambda schedule: MemoryReplay(compute(schedule).placement, partial(lower_rank, compute(schedule)))
-        )
+        self._replay = cache(lambda schedule: MemoryReplay(lowered(schedule)))
 
     def make(
         self,
@@ -122,13 +119,8 @@ class Programs:
         return Simulation(lifetimes.add_to(program, freed), lifetimes.uses)
 
     def replay(self, layout: Layout, num_micro_batches: int, roughly: bool = False) -> MemoryReplay:
-        """Return the replay of a program without collectives, which hold nothing.
-
-        roughly: of a rough program (see `_schedule`), of which a stage's list is lowered when it is first used: for most
-        layouts a few stages show that they don't fit.
-        """
-        schedule = _schedule(layout, num_micro_batches, roughly)
-        return self._rough_replay(schedule) if roughly else self._replay(schedule)
+        """Return the replay of a program without collectives, which hold nothing. roughly: see _Schedule."""
+        return self._replay(_schedule(layout, num_micro_batches, roughly))
 
 
 def _compute(schedule: _Schedule) -> Program:

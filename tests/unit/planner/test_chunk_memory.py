@@ -155,7 +155,7 @@ def test_an_output_taken_on_its_own_rank_is_held_once():
         2: ChunkMemory(ChunkBytes(saved=10, deferred=deferred), handed, dict),
     }
     program = lower(build("zbv", 2, 4, 2, "v"))
-    flight = MemoryReplay.of(program).peak(1, chunks)
+    flight = MemoryReplay(program).peak(1, chunks)
     # By hand: what is alive after each instruction, as a set.
     alive: dict[Any, int] = {}
     totals = []
