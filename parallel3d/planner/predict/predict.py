@@ -105,11 +105,7 @@ class Predictor:
 
     def layers(self, layout: Layout, exactly: bool = True) -> tuple[LayerProfile, ...]:
         """Return the profiles of the layers on a rank of the layout, of a single sample unless exactly."""
-        micro_batch = layout.micro_batch if exactly else 1
-        profile = self.profile(layout.units)
-        return profile.layers(
-            layout.tensor_ranks, layout.sequence_parallel, micro_batch, layout.recompute, layout.policy
-        )
+        return self.profile(layout.units).of_layout(layout, layout.micro_batch if exactly else 1)
 
     @cached_property
     def expected(self) -> Times:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from parallel3d.comm.structures import TensorTree
 from parallel3d.config import SELECTIVE, Config, RecomputationPolicy, SelectivePolicy
+from parallel3d.config.layout import Layout
 from parallel3d.costs.layer_profile import LayerProfile, extrapolated, recomputed
 from parallel3d.costs.model_traces import LossFunction, ModelTraces, TracedModel, rows_of
 from parallel3d.errors import PartitionError
@@ -149,6 +150,11 @@ class ModelProfile:
                 found = {p: self._under(p, slicing, micro_batch) for p in dict.fromkeys(policies)}
                 self._profiles[key] = tuple(found[p][k] for k, p in enumerate(policies))
         return self._profiles[key]
+
+    def of_layout(self, layout: Layout, micro_batch: int) -> tuple[LayerProfile, ...]:
+        """Return the profile of each layer on a rank of a layout, for micro-batches of this many samples."""
+        how = micro_batch, layout.recompute, layout.policy
+        return self.layers(layout.tensor_ranks, layout.sequence_parallel, *how)
 
     def _policy_of(self, k: int, policy: SelectivePolicy | None) -> RecomputationPolicy:
         given = self._given[k]
