@@ -173,7 +173,7 @@ def predict(
     )
     added = None if lifetimes is None else (lifetimes, ())
     program, _ = Programs().make(layout, buckets, policy, layout.micro_batches, sharded=added)
-    replay = MemoryReplay.of(program)
+    replay = MemoryReplay(program)
     between, stage_numbers = [], range(layout.stages)
     for stage in stage_numbers:
         chunks = memory.chunks(replay, bounds, layout, stage).items()

@@ -145,7 +145,6 @@ _COMPONENT_WORK = {
 }
 _ENDS = {Op.SEND_ACTIVATION: 1, Op.SEND_GRADIENT: -1}
 _COLLECTIVES = (Op.REDUCE_GRADS, Op.REDUCE_REPLICAS, Op.GATHER_PARAMS)
-_NO_CORRECTIONS = Calibration().model_dump_json(exclude={"device", "backend"})
 
 
 class RunPredictor:
@@ -158,7 +157,8 @@ class RunPredictor:
         self._model, self._cluster = model, cluster
         self._networks: dict[str, Network] = {}
         self._predictors: dict[tuple[str, bool], Predictor] = {}  # without corrections
-        self._uncorrected: dict[int, tuple[RunRecord, Predictor, StepPrediction]] = {}  # which keep the ids valid
+        # By a record's id and the corrections; the records keep the ids valid.
+        self._predicted: dict[tuple[int, str], tuple[RunRecord, Predictor, StepPrediction]] = {}
 
     def predict(self, record: RunRecord, calibration: Calibration) -> tuple[Prediction, Mapping[str, float]]:
         """Return the prediction of the run's step, and the seconds of its instructions, named by kind_name."""
@@ -200,8 +200,8 @@ class RunPredictor:
                 f"{len(self._cluster.gpus)} GPUs; give the run's cluster by --cluster"
             )
         corrections = calibration.model_dump_json(exclude={"device", "backend"})
-        if corrections == _NO_CORRECTIONS and id(record) in self._uncorrected:
-            return self._uncorrected[id(record)][1:]
+        if (id(record), corrections) in self._predicted:
+            return self._predicted[id(record), corrections][1:]
         if corrections not in self._networks:
             self._networks[corrections] = Network(calibration.correct_cluster(self._cluster))
         key = json.dumps(record.config, sort_keys=True, default=str), model is self._model
@@ -213,8 +213,7 @@ class RunPredictor:
         placement = placement_of(layout.placement, layout.stages, layout.chunks)
         compute = None if record.program is None else from_lists(record.program, placement)
         predicted = predictor.predict(layout, bounds=record.bounds, compute=compute)
-        if corrections == _NO_CORRECTIONS:
-            self._uncorrected[id(record)] = record, predictor, predicted
+        self._predicted[id(record), corrections] = record, predictor, predicted
         return predictor, predicted
 
     def _model_of(self, record: RunRecord) -> PlannedModel:

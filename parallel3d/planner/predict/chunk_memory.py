@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Literal, NamedTuple
@@ -22,19 +22,13 @@ class ChunkMemory:
 
     - held: between instructions.
     - kept_input: bytes of an input from a chunk of the same rank that deferred gradients keep.
+    - runs: the most that each run of a layer in an instruction adds to what was held before it, by the operation. Runs of
+      layers that are recomputed together count as one each time. The loss is part of the last layer's run.
     """
 
     held: ChunkBytes
     kept_input: int
-    _runs: Callable[[], Mapping[Op, Sequence[int]]]
-
-    @cached_property
-    def runs(self) -> Mapping[Op, Sequence[int]]:
-        """The most that each run of a layer in an instruction adds to what was held before it, by the operation.
-
-        Runs of layers that are recomputed together count as one each time. The loss is part of the last layer's run.
-        """
-        return self._runs()
+    runs: Mapping[Op, Sequence[int]]
 
     @cached_property
     def within(self) -> Mapping[Op, int]:
@@ -77,15 +71,13 @@ def chunk_memory(
         deferred=walk.deferred if splits else 0,
         output=_bytes(set(outputs).difference(walk.first)),
     )
-
-    def runs() -> Mapping[Op, Sequence[int]]:
-        before = held.saved + held.received + held.loaded + held.output_gradient
-        forward, backward = walk.forward(given), [most - before for most in walk.backward()]
-        if has_loss:
-            forward[-2:], backward[:2] = [max(forward[-2:])], [max(backward[:2])]
-        weight = {Op.BACKWARD_WEIGHT: [walk.weight()]} if splits else {}
-        return {Op.FORWARD: forward, Op.BACKWARD: backward, Op.BACKWARD_INPUT: backward, **weight}
-
+    before = held.saved + held.received + held.loaded + held.output_gradient
+    forward, backward = walk.forward(given), [most - before for most in walk.backward()]
+    if has_loss:
+        forward[-2:], backward[:2] = [max(forward[-2:])], [max(backward[:2])]
+    runs = {Op.FORWARD: forward, Op.BACKWARD: backward, Op.BACKWARD_INPUT: backward}
+    if splits:
+        runs[Op.BACKWARD_WEIGHT] = [walk.weight()]
     kept = [nbytes for tensor, (nbytes, _) in zip(entering, inputs, strict=True) if tensor in walk.deferred_tensors]
     return ChunkMemory(held, sum(kept) if source == "local" else 0, runs)
 
@@ -290,16 +282,11 @@ _Kind = tuple[Op, int, bool]  # operation, chunk, whether it hands over an outpu
 
 
 class MemoryReplay:
-    """Replays a program's stages. lists: returns a stage's lowered instructions, and is called when they are first used."""
+    """Replays a lowered program's stages."""
 
-    def __init__(self, placement: Sequence[int], lists: Callable[[int], Sequence[Instruction]]):
-        self.placement = tuple(placement)
-        self._prepared = cache(lambda stage: _prepare(lists(stage)))
-
-    @staticmethod
-    def of(program: Program) -> MemoryReplay:
-        """Return the replay of a lowered program."""
-        return MemoryReplay(program.placement, program.instructions.__getitem__)
+    def __init__(self, program: Program):
+        self.placement = program.placement
+        self._prepared = cache(lambda stage: _prepare(program.instructions[stage]))
 
     def splits(self, stage: int) -> bool:
         """Whether the stage defers weight gradients."""

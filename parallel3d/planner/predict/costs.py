@@ -124,10 +124,8 @@ class SplitLayout:
 
         The first row is slower compute beside the collectives, the second adding up the part that the rank keeps.
         """
-        # Equal chunks on stages that are alike add the same.
-        added, links = cache(partial(reducing_seconds, self.policy, self.links)), self.links
-        chunks = zip(self.buckets.of_chunk, self.placement, strict=True)
-        return np.array([added(numels, links.like(s), links.first_alike[s]) for numels, s in chunks]).T
+        added = cache(partial(reducing_seconds, self.policy, self.links))  # the same for equal chunks of a stage
+        return np.array(list(map(added, self.buckets.of_chunk, self.placement))).T
 
     @cached_property
     def times(self) -> Times:
@@ -145,8 +143,7 @@ class SplitLayout:
         def seconds(own: Reductions, stage: int) -> float:
             return sum(n * self.links.over_replicas(c.kind, c.nbytes, stage) for c, n in own)
 
-        of_chunks = list(map(seconds, self.reductions, map(self.links.like, self.placement)))
-        return of_stages(np.array(of_chunks), self.placement)
+        return of_stages(np.array(list(map(seconds, self.reductions, self.placement))), self.placement)
 
     def optimizer_seconds(self) -> float:
         """Return the seconds of the optimizer's step on the slowest stage.
@@ -203,21 +200,18 @@ def wire_bytes(policy: ZeroPolicy) -> int:
     return (policy.communication_dtype or policy.accumulator_dtype(torch.float32)).itemsize
 
 
-def reducing_seconds(
-    policy: ZeroPolicy, links: LayoutLinks, numels: Sequence[int], links_of: int, devices_of: int
-) -> tuple[float, float]:
+def reducing_seconds(policy: ZeroPolicy, links: LayoutLinks, numels: Sequence[int], stage: int) -> tuple[float, float]:
     """Return the seconds by which a backward that reduces buckets of these elements is longer; none if it reduces nothing.
 
-    The first number is slower compute beside the collectives, the second adding up the part that the rank keeps. links_of,
-    devices_of: stages, whose links and devices count.
+    The first number is slower compute beside the collectives, the second adding up the part that the rank keeps.
     """
     replicas = links.shape[1]
     if not policy.reduce_per_micro_batch or replicas == 1:
         return 0.0, 0.0
-    reduced = sum(links.over_replicas("reduce_scatter", wire_bytes(policy) * n, links_of) for n in numels)
+    reduced = sum(links.over_replicas("reduce_scatter", wire_bytes(policy) * n, stage) for n in numels)
     # Read twice and written once, in the accumulators' dtype.
     work = Work(moved=3 * policy.accumulator_dtype(torch.float32).itemsize * sum(numels) / replicas)
-    return (links.overlap - 1.0) * reduced, max(compute_seconds(work, d) for d in links.devices[devices_of])
+    return (links.overlap - 1.0) * reduced, max(compute_seconds(work, d) for d in links.devices[stage])
 
 
 def of_stages(of_chunks: Floats, placement: Sequence[int]) -> Floats:

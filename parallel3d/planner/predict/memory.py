@@ -12,7 +12,6 @@ from parallel3d.comm.environment import CONTEXT_BYTES
 from parallel3d.comm.groups import communicator_bytes
 from parallel3d.comm.peer.copies import pipeline_channels, shard_channels
 from parallel3d.config.layout import Layout
-from parallel3d.costs.layer_profile import LayerProfile
 from parallel3d.kernels.all_reduce import AllReduce
 from parallel3d.kernels.reduce_scatter import ReduceScatter
 from parallel3d.kernels.workspace import WORLD_SIZES
@@ -91,7 +90,7 @@ class MemoryModel:
         - samples: estimate micro-batches of this many times the layout's.
         - gathered: most bytes of sharded weights that are gathered at a time.
         """
-        on_cuda, layers = self.model.device == "cuda", self._layers(layout)
+        on_cuda, layers = self.model.device == "cuda", self.model.of_layout(layout, layout.micro_batch)
         model, chunks = self._state(replay, bounds, layout, stage), self.chunks(replay, bounds, layout, stage)
         within, held = (round(samples * nbytes) for nbytes in replay.peak(stage, chunks))
         # The transport keeps the last tensors sent until it sends again.
@@ -126,7 +125,7 @@ class MemoryModel:
 
     def of_layers(self, layout: Layout) -> tuple[list[float], list[float]]:
         """Return about the bytes of each layer: of its model state, and of what it saves of a micro-batch for its backward."""
-        layers = self._layers(layout)
+        layers = self.model.of_layout(layout, layout.micro_batch)
         each = [self._chunk((0,), (k, k + 1), layout, 0, splits=False).held.saved for k in range(len(layers))]
         # Alone each holds its output, which among others the next one may not need.
         share = self.held(layout)[0] / max(1, sum(each))
@@ -149,17 +148,13 @@ class MemoryModel:
         """Return the bytes of a micro-batch on each chunk, with weight gradients deferred."""
         return [self._chunk(placement, bounds, layout, c, splits=True).held for c in range(len(placement))]
 
-    def _layers(self, layout: Layout) -> tuple[LayerProfile, ...]:
-        how = layout.micro_batch, layout.recompute, layout.policy
-        return self.model.layers(layout.tensor_ranks, layout.sequence_parallel, *how)
-
     def _chunk(
         self, placement: Sequence[int], bounds: Sequence[int], layout: Layout, chunk: int, splits: bool
     ) -> ChunkMemory:
         start, stop = bounds[chunk], bounds[chunk + 1]
         is_local = chunk > 0 and placement[chunk - 1] == placement[chunk]
         sends = chunk + 1 < len(placement) and placement[chunk + 1] != placement[chunk]
-        layers, interval = self._layers(layout), layout.recompute
+        layers, interval = self.model.of_layout(layout, layout.micro_batch), layout.recompute
         # The same layers after an equal one hold the same, wherever they are. The profile keeps them, so ids stay valid.
         before = layers[start - 1] if start > 0 else None
         key = (layout.micro_batch, interval, is_local, sends, splits, id(before), *map(id, layers[start:stop]))

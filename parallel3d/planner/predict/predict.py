@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from itertools import chain
@@ -25,7 +25,6 @@ from parallel3d.planner.predict.costs import (
     SplitLayout,
     StepCost,
     StepPrediction,
-    fullness_of,
     of_stages,
 )
 from parallel3d.planner.predict.memory import MemoryModel
@@ -53,7 +52,6 @@ from parallel3d.zero.policy import live_limits
 
 Units = Literal["half"] | None  # of layers, see Layout
 _Seconds = TypeVar("_Seconds", float, Floats)
-_SMALL = 256  # ranks; with more, a rough prediction assumes that all stages have equal links
 
 
 class Predictor:
@@ -107,11 +105,7 @@ class Predictor:
 
     def layers(self, layout: Layout, exactly: bool = True) -> tuple[LayerProfile, ...]:
         """Return the profiles of the layers on a rank of the layout, of a single sample unless exactly."""
-        micro_batch = layout.micro_batch if exactly else 1
-        profile = self.profile(layout.units)
-        return profile.layers(
-            layout.tensor_ranks, layout.sequence_parallel, micro_batch, layout.recompute, layout.policy
-        )
+        return self.profile(layout.units).of_layout(layout, layout.micro_batch if exactly else 1)
 
     @cached_property
     def expected(self) -> Times:
@@ -143,34 +137,28 @@ class Predictor:
             choices = live_limits(self.profile().config.zero_optimization, split.sharded.elements)
         found: list[StepPrediction] = []
         for limits in choices:
-            memory, simulate = self._program(split, compute, limits)
-            fits = fullness_of(memory) <= 1.0
-            if fits or not found:
-                found.append(self._step(split, memory, simulate(), limits))
-            if not fits:  # with more room even less
+            step = self._step(split, compute, limits)
+            if step.fits or not found:
+                found.append(step)
+            if not step.fits:  # with more room even less
                 break
         return min(found, key=lambda step: step.rank)
 
-    def _program(
-        self, split: SplitLayout, compute: Program | None, limits: LiveLimits | None
-    ) -> tuple[tuple[StageMemory, ...], Callable[[], Simulation]]:
-        """Return the memory of each stage as a layout's program needs it, and a function that makes its simulation."""
+    def _step(self, split: SplitLayout, compute: Program | None, limits: LiveLimits | None) -> StepPrediction:
+        """Predict a split layout. limits: of sharded weights that are gathered; None if all weights are whole."""
         layout, micro_batches = split.layout, timed_micro_batches(split.layout)
-        replay = self._programs.replay(layout, micro_batches) if compute is None else MemoryReplay.of(lower(compute))
+        replay = self._programs.replay(layout, micro_batches) if compute is None else MemoryReplay(lower(compute))
+        sharded, freed = None, list[list[int]]()
+        if split.sharded is not None and limits is not None:
+            freed = self._freed(split, replay)
+            sharded = split.sharded.lifetimes(limits), split.sharded.in_elements(freed)
         given = layout, split.buckets, split.policy, micro_batches
-        if split.sharded is None or limits is None:
-            program, simulate = self._programs.make(*given, compute=compute)
-            return self._memory_of(split, replay, program), simulate
-        freed = self._freed(split, replay)
-        sharded = split.sharded.lifetimes(limits), split.sharded.in_elements(freed)
-        program, simulate = self._programs.make(*given, compute=compute, sharded=sharded)
-        sizes = [{unit: size.nbytes for unit, size in own.items()} for own in split.sharded.sizes]
-        gathered = map(peak_live, program.instructions, sizes, freed or [[]] * layout.stages)
-        return self._memory_of(split, replay, program, list(gathered)), simulate
-
-    def _step(
-        self, split: SplitLayout, memory: tuple[StageMemory, ...], simulation: Simulation, limits: LiveLimits | None
-    ) -> StepPrediction:
+        simulation = self._programs.make(*given, compute=compute, sharded=sharded)
+        gathered: Iterable[int] = [0] * layout.stages
+        if split.sharded is not None:
+            sizes = [{unit: size.nbytes for unit, size in own.items()} for own in split.sharded.sizes]
+            gathered = map(peak_live, simulation.program.instructions, sizes, freed or [[]] * layout.stages)
+        memory = self._memory_of(split, replay, simulation.program.num_micro_batches, gathered)
         cost, makespan = self._timed(split, simulation)
         optimizer = self.calibration.factors["optimizer"].value * split.optimizer_seconds()
         seconds = makespan + optimizer + self.calibration.fixed.value
@@ -219,7 +207,7 @@ class Predictor:
         bounds: Sequence[int] | None = None,
     ) -> SplitLayout:
         """Split a layout; the parameters of equal owners count as one unless exactly."""
-        links = self.links(layout, places, exactly)
+        links = self.links(layout, places)
         placement = placement_of(layout.placement, layout.stages, layout.chunks)
         bounds, times = self._chunks(layout, links, placement, exactly, bounds)
         profile, slicing = self.profile(layout.units), (layout.tensor_ranks, layout.sequence_parallel)
@@ -236,13 +224,12 @@ class Predictor:
         sharded = sharded_weights(layout, policies, layers, units, stages, frozen, placement, bounds) if units else None
         return SplitLayout(layout, links, layers, samples, placement, bounds, times, policies, stages, buckets, sharded)
 
-    def links(self, layout: Layout, places: Sequence[int] | None = None, exactly: bool = True) -> LayoutLinks:
+    def links(self, layout: Layout, places: Sequence[int] | None = None) -> LayoutLinks:
         """Return the links of the layout's ranks. places: see predict."""
-        roughly = not exactly and layout.world_size > _SMALL
-        key = (layout.shape, None if places is None else tuple(places), roughly)
+        key = (layout.shape, None if places is None else tuple(places))
         if key not in self._links:
             placed = range(layout.world_size) if places is None else places
-            self._links[key] = LayoutLinks(self.network, layout.shape, placed, roughly)
+            self._links[key] = LayoutLinks(self.network, layout.shape, placed)
         return self._links[key]
 
     def _chunks(
@@ -286,14 +273,15 @@ class Predictor:
         return self._stage_times[key]
 
     def _memory_of(
-        self, split: SplitLayout, replay: MemoryReplay, program: Program, gathered: Sequence[int] | None = None
+        self, split: SplitLayout, replay: MemoryReplay, timed: int, gathered: Iterable[int]
     ) -> tuple[StageMemory, ...]:
-        """Return the memory of each stage, as the calibration corrects it. gathered: bytes of sharded weights at a time."""
-        layout = split.layout
-        model, samples = self.memory_model(layout.units), untimed_flight(layout, program.num_micro_batches)
-        rooms = map(self.capacity, split.links.devices)
-        stages = enumerate(zip(rooms, gathered or [0] * layout.stages, strict=True))
-        found = (model.stage(replay, split.bounds, layout, k, *room, samples, live) for k, (room, live) in stages)
+        """Return the memory of each stage, as the calibration corrects it.
+
+        timed: micro-batches of the program; gathered: bytes of sharded weights at a time, of each stage.
+        """
+        model, samples = self.memory_model(split.layout.units), untimed_flight(split.layout, timed)
+        stages = enumerate(zip(map(self.capacity, split.links.devices), gathered, strict=True))
+        found = (model.stage(replay, split.bounds, split.layout, k, *room, samples, live) for k, (room, live) in stages)
         return tuple(map(self.calibration.correct_memory, found))
 
     def _freed(self, split: SplitLayout, replay: MemoryReplay) -> list[list[int]]:
@@ -319,7 +307,7 @@ class Predictor:
 
         No prediction is needed, only those stages' lists of instructions.
         """
-        links, timed = self.links(layout, exactly=False), timed_micro_batches(layout, exactly=False)
+        links, timed = self.links(layout), timed_micro_batches(layout, exactly=False)
         memory, replay = self.memory_model(layout.units), self._programs.replay(layout, timed, roughly=True)
         bounds, _ = self._chunks(layout, links, replay.placement, exactly=False)
         samples, one = layout.micro_batch * untimed_flight(layout, timed), layout.model_copy(update={"micro_batch": 1})
@@ -337,7 +325,7 @@ class Predictor:
         shares = by_op(fastest.compute.sum(axis=1) / fastest.total.sum())
         policy, timed = replace(self.profile().policy(layout.zero), stage=0), timed_micro_batches(layout, exactly=False)
         none = Buckets(((),) * len(placement), ())
-        simulation = self._programs.make(layout, none, policy, timed, roughly=True)[1]()
+        simulation = self._programs.make(layout, none, policy, timed, roughly=True)
 
         def step(costs: Sequence[float]) -> float:
             return simulation.makespan(lambda i: shares.get(i.op, 0.0) * costs[i.chunk])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from parallel3d.comm.structures import TensorTree
 from parallel3d.config import SELECTIVE, Config, RecomputationPolicy, SelectivePolicy
+from parallel3d.config.layout import Layout
 from parallel3d.costs.layer_profile import LayerProfile, extrapolated, recomputed
 from parallel3d.costs.model_traces import LossFunction, ModelTraces, TracedModel, rows_of
 from parallel3d.errors import PartitionError
@@ -151,6 +151,11 @@ class ModelProfile:
                 self._profiles[key] = tuple(found[p][k] for k, p in enumerate(policies))
         return self._profiles[key]
 
+    def of_layout(self, layout: Layout, micro_batch: int) -> tuple[LayerProfile, ...]:
+        """Return the profile of each layer on a rank of a layout, for micro-batches of this many samples."""
+        how = micro_batch, layout.recompute, layout.policy
+        return self.layers(layout.tensor_ranks, layout.sequence_parallel, *how)
+
     def _policy_of(self, k: int, policy: SelectivePolicy | None) -> RecomputationPolicy:
         given = self._given[k]
         return given if given == "none" or (self._has_policies and policy is None) else policy or "full"
@@ -179,11 +184,7 @@ class ModelProfile:
         """
         key = tensor_ranks, sequence_parallel, tuple(bounds), tuple(placement), merged
         if key not in self._parameters:
-            layers = self.layers(tensor_ranks, sequence_parallel)
-            if merged:
-                few = {id(layer): self._with_few(layer) for layer in {id(layer): layer for layer in layers}.values()}
-                layers = tuple(few[id(layer)] for layer in layers)
-            stages = stage_parameters(self.specs, layers, bounds, placement)
+            stages = stage_parameters(self.specs, self.layers(tensor_ranks, sequence_parallel), bounds, placement)
             self._parameters[key] = list(map(self.merged, stages)) if merged else stages
         return self._parameters[key]
 
@@ -199,11 +200,6 @@ class ModelProfile:
                 self._merged[key] = nn.Parameter(torch.empty(numel, dtype=dtype, device="meta"))
             found.append(ParameterInfo("", self._merged[key], owners))
         return found
-
-    def _with_few(self, layer: LayerProfile) -> LayerProfile:
-        """Return a layer with its parameters merged, unless some of them alone may be tied."""
-        merged = self.merged([ParameterInfo("", parameter, ()) for _, parameter in layer.parameters])
-        return layer if layer.tie is not None else replace(layer, parameters=tuple(("", p.parameter) for p in merged))
 
     def _trace(self, slicing: _Slicing, micro_batch: int, policy: SelectivePolicy | None) -> tuple[LayerProfile, ...]:
         try:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate, pairwise
 
 from parallel3d.config.layout import Layout
@@ -14,7 +14,7 @@ from parallel3d.planner.predict.chunk_memory import MemoryReplay
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.instructions import Program
 from parallel3d.schedule.lifetimes import Lifetimes
-from parallel3d.schedule.lowering import add_collectives, lower, lower_rank
+from parallel3d.schedule.lowering import add_collectives, lower
 from parallel3d.schedule.timing import Simulation
 from parallel3d.schedule.zero_bubble import looped_zero_bubble
 from parallel3d.zero.layout import Owners, bucket_limit, by_owners, lay_out
@@ -91,10 +91,7 @@ class Programs:
         lowered = cache(lambda schedule: lower(compute(schedule)))
         self._whole = cache(lambda schedule, added: add_collectives(lowered(schedule), *added))
         self._simulation = cache(lambda schedule, added: Simulation(self._whole(schedule, added)))
-        self._replay = cache(lambda schedule: MemoryReplay.of(lowered(schedule)))
-        self._rough_replay = cache(
-            lambda schedule: MemoryReplay(compute(schedule).placement, partial(lower_rank, compute(schedule)))
-        )
+        self._replay = cache(lambda schedule: MemoryReplay(lowered(schedule)))
 
     def make(
         self,
@@ -105,29 +102,25 @@ class Programs:
         roughly: bool = False,
         compute: Program | None = None,
         sharded: tuple[Lifetimes, Sequence[Sequence[int]]] | None = None,
-    ) -> tuple[Program, Callable[[], Simulation]]:
-        """Return what the executor runs, and a function that makes its simulation.
+    ) -> Simulation:
+        """Return the simulation of what the executor runs.
 
         compute: the schedule, if it isn't a named one; sharded: lifetimes of weights, and what is freed (see Lifetimes.add_to).
         """
         owners, partitioned = tuple(owners for owners, _ in buckets.replicas), policy.stage > 0 and layout.replicas > 1
         added = tuple(map(len, buckets.of_chunk)), owners, partitioned, policy.reduce_per_micro_batch
         schedule = _schedule(layout, num_micro_batches, roughly)
+        if compute is None and sharded is None:
+            return self._simulation(schedule, added)
         program = self._whole(schedule, added) if compute is None else add_collectives(lower(compute), *added)
-        if sharded is not None:
-            lifetimes, freed = sharded
-            program = lifetimes.add_to(program, freed)
-            return program, partial(Simulation, program, lifetimes.uses)
-        return program, partial(self._simulation, schedule, added) if compute is None else partial(Simulation, program)
+        if sharded is None:
+            return Simulation(program)
+        lifetimes, freed = sharded
+        return Simulation(lifetimes.add_to(program, freed), lifetimes.uses)
 
     def replay(self, layout: Layout, num_micro_batches: int, roughly: bool = False) -> MemoryReplay:
-        """Return the replay of a program without collectives, which hold nothing.
-
-        roughly: of a rough program (see `_schedule`), of which a stage's list is lowered when it is first used: for most
-        layouts a few stages show that they don't fit.
-        """
-        schedule = _schedule(layout, num_micro_batches, roughly)
-        return self._rough_replay(schedule) if roughly else self._replay(schedule)
+        """Return the replay of a program without collectives, which hold nothing. roughly: see _Schedule."""
+        return self._replay(_schedule(layout, num_micro_batches, roughly))
 
 
 def _compute(schedule: _Schedule) -> Program:

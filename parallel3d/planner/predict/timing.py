@@ -109,14 +109,12 @@ def chunk_times(of_devices: Sequence[Times], bounds: Sequence[int]) -> Times:
 class LayoutLinks:
     """Seconds of collectives and messages between a layout's ranks; all groups that are alike communicate at the same time.
 
-    - places: the GPU of each rank; rank = (stage * replicas + replica) * tensor_ranks + tensor rank.
-    - roughly: assume that all stages have the links of the first one.
+    places: the GPU of each rank; rank = (stage * replicas + replica) * tensor_ranks + tensor rank.
     """
 
-    def __init__(self, network: Network, shape: tuple[int, int, int], places: Sequence[int], roughly: bool = False):
+    def __init__(self, network: Network, shape: tuple[int, int, int], places: Sequence[int]):
         self.network, self.shape = network, shape
         self.ranks = np.asarray(places, dtype=np.int64).reshape(shape)
-        self._roughly = roughly
         self._seconds, self._lines = cache(self._slowest), cache(self._lines_of)
         self.overlap = network.cluster.overlap  # see Cluster
 
@@ -135,17 +133,13 @@ class LayoutLinks:
         """For each stage, the first one on the same kinds of device."""
         return [self.devices.index(devices) for devices in self.devices]
 
-    def like(self, stage: int) -> int:
-        """Return the stage whose links a stage's are assumed to be."""
-        return 0 if self._roughly else stage
-
     def over_tensor_ranks(self, collective: Collective) -> float:
         """Return the seconds of a collective over every tensor-parallel group."""
         return self._seconds(collective.kind, collective.nbytes, self.tensor_groups)
 
     def over_replicas(self, kind: CollectiveKind, nbytes: float, stage: int) -> float:
         """Return the seconds of a collective over the replicas of each tensor rank of a stage. nbytes: of one rank's tensor."""
-        return self._seconds(kind, nbytes, self.replica_groups, self.like(stage))
+        return self._seconds(kind, nbytes, self.replica_groups, stage)
 
     def over_stages(self, nbytes: float, stages: tuple[int, ...]) -> float:
         """Return the seconds of an all-reduce between corresponding ranks of several stages. nbytes: of each rank's tensor."""
@@ -153,8 +147,6 @@ class LayoutLinks:
 
     def send(self, nbytes: float, source: int, destination: int) -> float:
         """Return the seconds of a message from every rank of a stage to the corresponding one of another stage."""
-        if self._roughly:
-            source, destination = (0, 1) if source < destination else (1, 0)
         return self._seconds("send", nbytes, self.stage_groups, source, destination)
 
     def tensor_groups(self, stage: int | None = None) -> Integers:

@@ -175,6 +175,7 @@ def run_page(run: TrainingRun, name: str, refresh: int | None = None) -> str:
         del charts["samples_per_second"]
     layout = str(run.config.get("layout", "" if record is None else record.layout))
     ranks, parts = ((), {}) if record is None else (record.ranks, record.breakdown)
+    memory, names = list(map(_memory_of, ranks)), [f"rank {rank.rank} · stage {rank.stage}" for rank in ranks]
     return render(
         "run.html",
         name=name,
@@ -184,12 +185,12 @@ def run_page(run: TrainingRun, name: str, refresh: int | None = None) -> str:
         record=record,
         last={key: _shown(run.last(key), shown) for key, (_, shown, _) in _CHARTS.items()},
         bubble=parts.get("bubble", 0.0) / sum(parts.values()) if parts else run.last("bubble"),
-        peak=max((_memory_of(rank).reserved for rank in ranks), default=None),
+        peak=max((stage.reserved for stage in memory), default=None),
         samples=run.last("samples") or 0,
         restarts=max(len(run.starts) - 1, 0),
         charts=[chart for chart in charts.values() if chart is not None],
         breakdown=breakdown_chart(parts, layout) if parts else None,
-        memory=_memory_chart(ranks, layout) if any(rank.allocated for rank in ranks) else None,
+        memory=memory_chart(memory, names, layout) if any(rank.allocated for rank in ranks) else None,
         num_stages=0 if run.timeline is None else run.timeline.num_ranks,
         planned=planned,
         config=json.dumps(run.config, indent=2),
@@ -228,8 +229,3 @@ def _memory_of(rank: RankRecord) -> StageMemory:
     reserved = (rank.reserved or allocated) + (rank.outside or 0)
     sizes: dict[str, int] = {"allocated": allocated, "reserved": reserved, "capacity": rank.capacity or 0}
     return StageMemory(stage=rank.stage, parts=parts, phases=phases, **sizes)
-
-
-def _memory_chart(ranks: Sequence[RankRecord], layout: str) -> str:
-    names = [f"rank {rank.rank} · stage {rank.stage}" for rank in ranks]
-    return memory_chart([_memory_of(rank) for rank in ranks], names, layout)

@@ -154,7 +154,7 @@ class Bounds:
             except PartitionError as error:
                 self.why_not_sharded.setdefault(layout.tensor_ranks, str(error))
                 continue
-            links = predictor.links(layout, exactly=False)
+            links = predictor.links(layout)
             sent = links.over_tensor_ranks, layout.micro_batch, links.overlap
             times = layer_times(layers, self._device, *sent, splits=not is_whole)
             p, m, chunks = space.stages[chosen], space.micro_batches[chosen], num_chunks[chosen]
@@ -188,15 +188,14 @@ class Bounds:
         if not policy.reduce_per_micro_batch:
             return 0.0
         layout = Layout(stages=stages, replicas=replicas, tensor_ranks=tensor_ranks)
-        links = self._predictor.links(layout, exactly=False)
+        links = self._predictor.links(layout)
         (whole,) = profile.stage_parameters(tensor_ranks, False, (0, len(profile.specs)), (0,))
         sizes = np.array([info.parameter.numel() for info in whole])
         # At least so many buckets: each has the most elements that one may have, or a larger parameter.
         limit = bucket_limit(int(sizes.sum()), policy, policy.num_shards(replicas))
         count = max(1, int(np.minimum(1.0, sizes / limit).sum()))
         each = (int(sizes.sum()) // count,)
-        alike = {(links.like(k), links.first_alike[k]) for k in range(stages)}
-        return count * min(sum(reducing_seconds(policy, links, each, *stage)) for stage in alike) / stages
+        return count * min(sum(reducing_seconds(policy, links, each, stage)) for stage in range(stages)) / stages
 
     def _bound_bytes(self, space: Space, by_policy: bool = False) -> Floats:
         predictor, found = self._predictor, np.zeros((2, len(space)))

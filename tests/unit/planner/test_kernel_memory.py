@@ -41,7 +41,7 @@ def predicted(
         zero=zero,
     )
     program = lower(build("1f1b", 1, 1, 1, "loop"))
-    stage = MemoryModel(profile).stage(MemoryReplay.of(program), (0, 1), layout, 0, 1, 1)
+    stage = MemoryModel(profile).stage(MemoryReplay(program), (0, 1), layout, 0, 1, 1)
     return stage
 
 

@@ -102,7 +102,7 @@ def predicted(name: str, work: Workload, each: bool) -> list[float]:
         micro_batches=args.micro_batches,
     )
     program = lower(build(args.schedule, args.pp, args.micro_batches, args.chunks, args.placement))
-    replay = MemoryReplay.of(program)
+    replay = MemoryReplay(program)
     bounds = given["pipeline"]["partition"]
     with mock.patch("parallel3d.planner.predict.memory.chunk_memory", chunk_memory_then):
         stages = [memory.stage(replay, bounds, layout, stage, 1, 1) for stage in range(args.pp)]
