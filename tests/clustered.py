@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from host_launchers import launcher_server
 from network_hosts import ROOT, Host, require, two_hosts
 from torch import nn
 
@@ -167,11 +168,19 @@ def left(host: Host) -> list[str]:
     return [line for line in host.processes().values() if not line.startswith("sshd: ")]
 
 
+@pytest.fixture(scope="session")
+def launchers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The socket of the server that all workers share."""
+    own = tmp_path_factory.getbasetemp()
+    with launcher_server(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) as path:
+        yield path
+
+
 @pytest.fixture
-def network(tmp_path: Path) -> Iterator[list[Host]]:
+def network(tmp_path: Path, launchers: Path) -> Iterator[list[Host]]:
     """Two hosts, the first with the higher address."""
     require()
-    with two_hosts(tmp_path, ("host-a", "host-b"), (2, 1)) as hosts:
+    with two_hosts(tmp_path, launchers, ("host-a", "host-b"), (2, 1)) as hosts:
         yield hosts
 
 
@@ -349,7 +358,7 @@ PODS = {
 
 
 @pytest.mark.parametrize("name", PODS)
-def test_pods_of_kubernetes_train(tmp_path: Path, name: str):
+def test_pods_of_kubernetes_train(tmp_path: Path, launchers: Path, name: str):
     """What their containers run, with the variables and names that the controllers' documentations promise.
 
     A pod of Kubeflow's is killed, and started anew: it joins again.
@@ -365,7 +374,7 @@ def test_pods_of_kubernetes_train(tmp_path: Path, name: str):
         kinds = spec["pytorchReplicaSpecs"]
         assert [kinds[kind]["replicas"] for kind in ("Master", "Worker")] == [1, 1]
         pods, names = [kinds[kind]["template"] for kind in ("Master", "Worker")], ("train-master-0", "train-worker-0")
-    with two_hosts(tmp_path, names) as hosts:
+    with two_hosts(tmp_path, launchers, names) as hosts:
         job = Job(tmp_path, PARALLEL3D_TEST_PAUSE="2" if name == "pytorchjob.yaml" else "0")
         for host, pod, environment in zip(hosts, pods, PODS[name], strict=True):
             [container] = pod["spec"]["containers"]
