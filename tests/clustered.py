@@ -9,14 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 import yaml
+from host_launchers import launcher_server
 from network_hosts import ROOT, Host, require, two_hosts
-from torch import nn
 
 STEPS, BATCH, SAMPLES, SEED = 12, 8, 32, 1234
 
@@ -68,8 +68,11 @@ HOSTILE = "a 'b' $c; touch x"
 LAUNCHER = "import sys; sys.executable = sys.argv.pop(1); from parallel3d.launcher import main; sys.exit(main())"
 
 
-def reference() -> list[float]:
+def plain_losses(_: Path) -> list[float]:
     """Plain PyTorch's losses, of whole batches."""
+    import torch  # here, as all test processes but one are told the losses
+    from torch import nn
+
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
     inputs = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(0))
@@ -121,7 +124,8 @@ class Job:
     def kill_last(self, host: Host) -> None:
         """Kill what was started last, with all that it has started on its host."""
         for pid in host.processes():
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has ended with one that was killed
+                os.kill(pid, signal.SIGKILL)
         self._started.pop().wait(10)
 
     def launch(self, host: Host, *options: str) -> None:
@@ -154,11 +158,11 @@ class Job:
         """What each rank of a start, counted from 0, saw of its place."""
         return [json.loads(path.read_text()) for path in sorted(self.folder.glob(f"place.*.{start}"))]
 
-    def check(self, replicas: int) -> None:
+    def check(self, reference: list[float], replicas: int) -> None:
         """It has trained as plain PyTorch does, each step once at least, the last with so many replicas."""
         last = {step: (size, loss) for step, size, loss in self.rows()}
         assert sorted(last) == list(range(1, STEPS + 1)), self.said()
-        assert [loss for _, (_, loss) in sorted(last.items())] == pytest.approx(reference(), rel=1e-4)
+        assert [loss for _, (_, loss) in sorted(last.items())] == pytest.approx(reference, rel=1e-4)
         assert last[STEPS][0] == replicas
 
 
@@ -167,11 +171,24 @@ def left(host: Host) -> list[str]:
     return [line for line in host.processes().values() if not line.startswith("sshd: ")]
 
 
+@pytest.fixture(scope="session")
+def launchers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The socket of the server that all workers share."""
+    own = tmp_path_factory.getbasetemp()
+    with launcher_server(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) as path:
+        yield path
+
+
+@pytest.fixture(scope="session")
+def reference(made_once: Callable[[str, Callable[[Path], Any]], tuple[Path, Any]]) -> list[float]:
+    return made_once("reference", plain_losses)[1]
+
+
 @pytest.fixture
-def network(tmp_path: Path) -> Iterator[list[Host]]:
+def network(tmp_path: Path, launchers: Path) -> Iterator[list[Host]]:
     """Two hosts, the first with the higher address."""
     require()
-    with two_hosts(tmp_path, ("host-a", "host-b"), (2, 1)) as hosts:
+    with two_hosts(tmp_path, launchers, ("host-a", "host-b"), (2, 1)) as hosts:
         yield hosts
 
 
@@ -182,14 +199,16 @@ def place(host: str, rank: int, local: int, crossed: int) -> list[str]:
 IN_ORDER = [place("host-a", 0, 0, 0), place("host-a", 1, 1, 0), place("host-b", 2, 0, 1), place("host-b", 3, 1, 1)]
 
 
-def test_two_hosts_train_as_plain_pytorch_and_keep_their_order(tmp_path: Path, network: list[Host]):
+def test_two_hosts_train_as_plain_pytorch_and_keep_their_order(
+    tmp_path: Path, network: list[Host], reference: list[float]
+):
     """Also after a rank has failed."""
     job = Job(tmp_path, PARALLEL3D_TEST_FAILS="3 4 0")
     job.launch(
         network[0], "--num_procs", "dp4", "--max_restarts", "1", "--launcher_args", f"-F {tmp_path / 'ssh_config'}"
     )
     assert job.wait(120) == 0, job.said()
-    job.check(4)
+    job.check(reference, 4)
     assert job.places(0) == job.places(1) == IN_ORDER
     assert "parallel3d: rank 3 failed (exit code 3)" in job.said()
     assert job.said().count("parallel3d: restart 1 of 1") == 2
@@ -210,7 +229,7 @@ def test_excluded_slots_are_left_out_and_the_exit_code_is_the_failed_rank_s(tmp_
 @pytest.mark.parametrize("restarts", [0, 2])
 @pytest.mark.parametrize("how", ["killed", "cut off"])
 def test_a_lost_host_ends_the_job_or_leaves_fewer_replicas(
-    tmp_path: Path, network: list[Host], how: str, restarts: int
+    tmp_path: Path, network: list[Host], reference: list[float], how: str, restarts: int
 ):
     job = Job(tmp_path, PARALLEL3D_TEST_PAUSE="0.3")
     job.launch(network[0], "--launcher_args", f"-F {tmp_path / 'ssh_config'}", "--max_restarts", str(restarts))
@@ -218,7 +237,7 @@ def test_a_lost_host_ends_the_job_or_leaves_fewer_replicas(
     network[1].kill() if how == "killed" else network[1].link("down")
     if restarts:
         assert job.wait(120) == 0, job.said()
-        job.check(2)
+        job.check(reference, 2)
         assert "parallel3d: restart 1 of 2" in job.said()
     else:
         assert job.wait(30) == 1, job.said()
@@ -244,7 +263,7 @@ MPIRUNS = {
 
 
 @pytest.mark.parametrize("launcher", MPIRUNS)
-def test_mpirun_starts_two_hosts(tmp_path: Path, network: list[Host], launcher: str):
+def test_mpirun_starts_two_hosts(tmp_path: Path, network: list[Host], reference: list[float], launcher: str):
     require(f"mpirun.{launcher}")
     (tmp_path / "mpirun").write_text(f'#!/bin/sh\nexec mpirun.{launcher} "$@"\n')
     (tmp_path / "mpirun").chmod(0o755)
@@ -254,7 +273,7 @@ def test_mpirun_starts_two_hosts(tmp_path: Path, network: list[Host], launcher: 
     args = MPIRUNS[launcher].format(ssh=ssh)
     job.launch(network[0], "--launcher", launcher, "--num_procs", "2", "--launcher_args", args)
     assert job.wait(120) == 0, job.said()
-    job.check(4)
+    job.check(reference, 4)
     assert job.places(0) == IN_ORDER
     assert not left(network[0]) + left(network[1])
 
@@ -320,14 +339,14 @@ def slurm(folder: Path, hosts: list[Host]) -> Iterator[str]:
         yield str(configuration)
 
 
-def test_slurm_starts_two_hosts(tmp_path: Path, network: list[Host]):
+def test_slurm_starts_two_hosts(tmp_path: Path, network: list[Host], reference: list[float]):
     """By the launcher, which calls srun, and by the example's batch script, where a rank fails once."""
     require("munged", "slurmctld", "slurmd", "srun", "sbatch")
     with slurm(tmp_path, network) as configuration:
         job = Job(tmp_path, SLURM_CONF=configuration)
         job.launch(network[0], "--launcher", "slurm", "--num_procs", "2")
         assert job.wait(120) == 0, job.said()
-        job.check(4)
+        job.check(reference, 4)
         assert job.places(0) == IN_ORDER
         job.folder.rename(tmp_path / "first")
         job = Job(tmp_path, SLURM_CONF=configuration, PARALLEL3D_TEST_FAILS="3 4 0", FROM_FILE=HOSTILE)
@@ -335,7 +354,7 @@ def test_slurm_starts_two_hosts(tmp_path: Path, network: list[Host]):
         script = str(ROOT / "examples" / "clusters" / "slurm.sbatch")
         job.start(network[0], "sbatch", *asked, script, "--num_procs", "2", "train.py")
         assert job.wait(120) == 0, job.said()
-        job.check(4)
+        job.check(reference, 4)
         assert job.places(0) == job.places(1) == IN_ORDER
 
 
@@ -349,7 +368,7 @@ PODS = {
 
 
 @pytest.mark.parametrize("name", PODS)
-def test_pods_of_kubernetes_train(tmp_path: Path, name: str):
+def test_pods_of_kubernetes_train(tmp_path: Path, launchers: Path, reference: list[float], name: str):
     """What their containers run, with the variables and names that the controllers' documentations promise.
 
     A pod of Kubeflow's is killed, and started anew: it joins again.
@@ -365,7 +384,7 @@ def test_pods_of_kubernetes_train(tmp_path: Path, name: str):
         kinds = spec["pytorchReplicaSpecs"]
         assert [kinds[kind]["replicas"] for kind in ("Master", "Worker")] == [1, 1]
         pods, names = [kinds[kind]["template"] for kind in ("Master", "Worker")], ("train-master-0", "train-worker-0")
-    with two_hosts(tmp_path, names) as hosts:
+    with two_hosts(tmp_path, launchers, names) as hosts:
         job = Job(tmp_path, PARALLEL3D_TEST_PAUSE="2" if name == "pytorchjob.yaml" else "0")
         for host, pod, environment in zip(hosts, pods, PODS[name], strict=True):
             [container] = pod["spec"]["containers"]
@@ -375,5 +394,5 @@ def test_pods_of_kubernetes_train(tmp_path: Path, name: str):
             job.kill_last(hosts[1])
             job.start(hosts[1], *container["command"], *container["args"], **environment)
         assert job.wait(150) == 0, job.said()
-        job.check(2)
+        job.check(reference, 2)
         assert [row[0] for row in job.places(0)] == list(names)

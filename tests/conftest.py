@@ -10,7 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from allpairspy import AllPairs
@@ -25,7 +25,8 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}  # of a
 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 gc.disable()  # until the tests are collected: what is imported, a million objects, stays
 
-from ranks import RankPool  # noqa: E402
+if TYPE_CHECKING:
+    from ranks import RankPool
 
 # How long an example takes says more of the machine than of what is tested.
 settings.register_profile("unhurried", settings(), deadline=None)
@@ -109,6 +110,8 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callab
 
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[RankPool]:
+    from ranks import RankPool  # and torch, which not all test processes need
+
     pool = RankPool()
     yield pool
     pool.close()

@@ -128,12 +128,12 @@ class Host(Namespaces):
 
 @contextmanager
 def two_hosts(
-    folder: Path, names: Sequence[str] = ("host-a", "host-b"), last: Sequence[int] = (1, 2)
+    folder: Path, launchers: Path, names: Sequence[str] = ("host-a", "host-b"), last: Sequence[int] = (1, 2)
 ) -> Iterator[list[Host]]:
     """Two hosts, joined by a switch, that find each other by name. last: the last number of their addresses.
 
-    In the folder is `ssh_config`, with which each reaches the other, and `python` and `parallel3d`: a launcher that
-    they run has imported torch for its ranks.
+    In the folder is `ssh_config`, with which each reaches the other, and `python` and `parallel3d`: the launchers that
+    they run come from the server whose socket is `launchers`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     Path("/run/sshd").mkdir(exist_ok=True)
@@ -142,9 +142,10 @@ def two_hosts(
     addresses = [f"10.77.0.{number}" for number in last]
     lines = [f"{address} {name}\n" for address, name in zip(addresses, names, strict=True)]
     (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
+    warm = f"exec {sys.executable} -I -S {ROOT / 'tests' / 'host_launchers.py'} {launchers}"
     programs = {
-        "python": f'[ "$1" = -m ] || exec {sys.executable} "$@"\nshift\nexec {sys.executable} -m forked_ranks "$@"',
-        "parallel3d": f'exec {sys.executable} -m forked_ranks parallel3d.launcher "$@"',
+        "python": f'[ "$1" = -m ] || exec {sys.executable} "$@"\nshift\n{warm} "$@"',
+        "parallel3d": f'{warm} parallel3d.launcher "$@"',
     }
     for name, text in programs.items():
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
