@@ -318,8 +318,11 @@ def train(layout: Layout, **config: Any) -> Run:
 
 def enter_layer(step: int, micro_batch: int, layer: int) -> None:
     """Seeds what the reference draws."""
-    # torch.manual_seed formats the stack for CUDA, a millisecond under pytest.
-    torch.default_generator.manual_seed(stream_seed(CONFIG_SEED, TORCH_SEED, step, micro_batch, layer))
+    seed = stream_seed(CONFIG_SEED, TORCH_SEED, step, micro_batch, layer)
+    # torch.manual_seed formats the stack where there is no CUDA, a millisecond under pytest.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed(seed)
 
 
 def run_reference(reference: Reference, micro_batches: Sequence[Any], per_step: int) -> Run:
