@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -65,7 +64,6 @@ parallel3d.comm.destroy()
 """
 
 HOSTILE = "a 'b' $c; touch x"
-LAUNCHER = "import sys; sys.executable = sys.argv.pop(1); from parallel3d.launcher import main; sys.exit(main())"
 
 
 def plain_losses(_: Path) -> list[float]:
@@ -131,7 +129,7 @@ class Job:
     def launch(self, host: Host, *options: str) -> None:
         """Start the launcher on a host, with the hostfile."""
         python = str(self._programs / "python")
-        self.start(host, sys.executable, "-c", LAUNCHER, python, "-H", "hosts", *options, "train.py")
+        self.start(host, python, "-m", "parallel3d.launcher", "-H", "hosts", *options, "train.py")
 
     def wait(self, seconds: float) -> int:
         """Return the largest exit code."""
@@ -251,7 +249,7 @@ def test_nothing_is_left_of_a_launcher_that_is_killed(tmp_path: Path, network: l
     job = Job(tmp_path, PARALLEL3D_TEST_PAUSE="60")
     job.launch(network[0], "--launcher_args", f"-F {tmp_path / 'ssh_config'}")
     job.until(lambda: len(job.rows()) == 1)
-    [head] = [pid for pid, line in network[0].processes().items() if LAUNCHER in line]
+    [head] = [pid for pid, line in network[0].processes().items() if "parallel3d.launcher -H hosts" in line]
     os.kill(head, signal.SIGKILL)
     job.until(lambda: not left(network[0]) + left(network[1]), 30)
 

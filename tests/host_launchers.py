@@ -1,7 +1,8 @@
 """Launchers on hosts of network_hosts.py, as forks of one process for all of them: each would import torch for seconds.
 
-`python -I -S host_launchers.py SOCKET parallel3d.launcher ...` on a host has that process run `python -m forked_ranks
-parallel3d.launcher ...` there, with its own environment, folder and streams. Signals and its exit code are passed on.
+`python -I -S host_launchers.py SOCKET PYTHON parallel3d.launcher ...` on a host has that process run `python -m forked_ranks
+parallel3d.launcher ...` there, with its own environment, folder and streams, and with PYTHON as sys.executable. Signals and
+its exit code are passed on.
 """
 
 from __future__ import annotations
@@ -98,14 +99,15 @@ def _answer(connection: socket.socket) -> None:
 
 
 def _become(folder: str, environment: dict[str, str], arguments: Sequence[str], streams: Sequence[int]) -> None:
-    """Go on as a new Python that runs `-m forked_ranks arguments`, up to its end."""
+    """Go on as a new Python, the first argument, that runs `-m forked_ranks` with the others, up to its end."""
     from forked_ranks import become
 
     os.setsid()
     os.chdir(folder)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
-    become([sys.executable, "-m", "forked_ranks", *arguments], environment)
+    sys.executable = arguments[0]
+    become([sys.executable, "-m", "forked_ranks", *arguments[1:]], environment)
 
 
 def _ask(path: str, arguments: Sequence[str]) -> int:

@@ -142,7 +142,7 @@ def two_hosts(
     addresses = [f"10.77.0.{number}" for number in last]
     lines = [f"{address} {name}\n" for address, name in zip(addresses, names, strict=True)]
     (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
-    warm = f"exec {sys.executable} -I -S {ROOT / 'tests' / 'host_launchers.py'} {launchers}"
+    warm = f"exec {sys.executable} -I -S {ROOT / 'tests' / 'host_launchers.py'} {launchers} {folder / 'python'}"
     programs = {
         "python": f'[ "$1" = -m ] || exec {sys.executable} "$@"\nshift\n{warm} "$@"',
         "parallel3d": f'{warm} parallel3d.launcher "$@"',
