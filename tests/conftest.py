@@ -27,7 +27,7 @@ os.environ |= {"TORCHINDUCTOR_VEC_ISA_OK": "0", "TORCHINDUCTOR_COMPILE_THREADS":
 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 gc.disable()  # until the tests are collected: what is imported, a million objects, stays
 
-from ranks import RankPool  # noqa: E402
+from ranks import RankPool, join_fork_server, share_fork_server  # noqa: E402
 
 # How long an example takes says more of the machine than of what is tested.
 settings.register_profile("unhurried", settings(), deadline=None)
@@ -37,6 +37,17 @@ settings.load_profile("unhurried")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run whole products where the default is an all-pairs cover")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Of xdist: its workers share one fork server, which takes five seconds to start."""
+    node.workerinput["fork_server"] = share_fork_server()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        join_fork_server(config.workerinput["fork_server"])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
