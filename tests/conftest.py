@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 # Before torch is imported. The models are small: a second thread would only spin on the core of another test's process.
 os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}  # of all that import transformers
-# Kernels that inductor makes aren't tested here: those without vector instructions compile in half the time, and in this process.
+# Inductor's kernels aren't tested here: without vector instructions they compile in half the time, and in this process.
 os.environ |= {"TORCHINDUCTOR_VEC_ISA_OK": "0", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 # For throughput: a woken process preempts no other. A rank that is preempted while it holds the lock of a gloo connection
 # lets gloo's thread of that rank poll the connection in a loop until it runs again.

@@ -87,7 +87,7 @@ def warm_context() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     names = ["torch", "torch._dynamo", "parallel3d.parity.check", "pytest", "ranks"]
     if not torch.backends.cuda.is_built():  # these look for CUDA, which no fork can use after that
-        names += ["torch._inductor.compile_fx", "transformers.models.llama.modeling_llama", "peft"]
+        names += ["torch._inductor.compile_fx", "transformers.models.llama.modeling_llama", "peft", "sklearn.datasets"]
     context.set_forkserver_preload(names)
     forkserver._forkserver.ensure_running()  # before anything else starts it without these
     return context
