@@ -20,15 +20,19 @@ sys.path.insert(0, str(Path(__file__).parent))
 # Before torch is imported. The models are small: a second thread would only spin on the core of another test's process.
 os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}  # of all that import transformers
-# Kernels that inductor makes aren't tested here: those without vector instructions compile in half the time, and in this process.
+# Inductor's kernels aren't tested here: without vector instructions they compile in half the time, and in this process.
 os.environ |= {"TORCHINDUCTOR_VEC_ISA_OK": "0", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 # For throughput: a woken process preempts no other. A rank that is preempted while it holds the lock of a gloo connection
 # lets gloo's thread of that rank poll the connection in a loop until it runs again.
 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 gc.disable()  # until the tests are collected: what is imported, a million objects, stays
 
+<<<<<<< HEAD
 if TYPE_CHECKING:
     from ranks import RankPool
+=======
+from ranks import RankPool, join_fork_server, share_fork_server  # noqa: E402
+>>>>>>> h-tests
 
 # How long an example takes says more of the machine than of what is tested.
 settings.register_profile("unhurried", settings(), deadline=None)
@@ -38,6 +42,17 @@ settings.load_profile("unhurried")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run whole products where the default is an all-pairs cover")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Of xdist: its workers share one fork server, which takes five seconds to start."""
+    node.workerinput["fork_server"] = share_fork_server()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        join_fork_server(config.workerinput["fork_server"])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

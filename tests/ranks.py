@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,7 +32,9 @@ class RankError(AssertionError):
         self.tracebacks = tracebacks
 
 
-def _worker(connection: Connection, port: int, device: str, folder: str) -> None:
+def _worker(connection: Connection, port: int, device: str, folder: str, test_process: int) -> None:
+    for stream in (1, 2):  # the fork server may be another test process's
+        os.dup2(os.open(f"/proc/{test_process}/fd/{stream}", os.O_WRONLY | os.O_APPEND), stream)
     os.chdir(folder)  # for the failure-*.json of what tests break
     gc.freeze()  # what was imported stays
     num_modules = len(sys.modules)
@@ -81,14 +83,29 @@ def _take_part(connection: Connection, store: dist.Store, device: str) -> None:
 
 
 def warm_context() -> multiprocessing.context.ForkServerContext:
-    """Return the context of processes that have imported what takes long, by the one server of this test process."""
+    """Return the context of processes that have imported what takes long, by one server."""
     context = multiprocessing.get_context("forkserver")
     names = ["torch", "torch._dynamo", "parallel3d.parity.check", "pytest", "ranks"]
     if not torch.backends.cuda.is_built():  # these look for CUDA, which no fork can use after that
-        names += ["torch._inductor.compile_fx", "transformers.models.llama.modeling_llama", "peft"]
+        names += ["torch._inductor.compile_fx", "transformers.models.llama.modeling_llama", "peft", "sklearn.datasets"]
     context.set_forkserver_preload(names)
-    forkserver.ensure_running()  # before anything else starts it without these
+    forkserver._forkserver.ensure_running()  # before anything else starts it without these
     return context
+
+
+def share_fork_server() -> dict[str, Any]:
+    """Start the server. Return where it is, for join_fork_server of other test processes, whose end doesn't end it."""
+    warm_context()
+    found = vars(forkserver._forkserver)
+    return {name: found[name] for name in ("_forkserver_address", "_forkserver_authkey") if name in found}
+
+
+def join_fork_server(found: dict[str, Any]) -> None:
+    """Use the server that another process keeps running."""
+    server = forkserver._forkserver
+    server._forkserver_alive_fd = os.open(os.devnull, os.O_WRONLY)
+    server.ensure_running = resource_tracker.ensure_running
+    vars(server).update(found)
 
 
 class RankPool:
@@ -130,7 +147,7 @@ class RankPool:
 
     def _start(self) -> None:
         ours, theirs = self._context.Pipe()
-        args = (theirs, self._store.port, self._device, self._folder.name)
+        args = (theirs, self._store.port, self._device, self._folder.name, os.getpid())
         process = self._context.Process(target=_worker, args=args, daemon=True)
         process.start()
         theirs.close()
