@@ -27,12 +27,8 @@ os.environ |= {"TORCHINDUCTOR_VEC_ISA_OK": "0", "TORCHINDUCTOR_COMPILE_THREADS":
 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 gc.disable()  # until the tests are collected: what is imported, a million objects, stays
 
-<<<<<<< HEAD
 if TYPE_CHECKING:
     from ranks import RankPool
-=======
-from ranks import RankPool, join_fork_server, share_fork_server  # noqa: E402
->>>>>>> h-tests
 
 # How long an example takes says more of the machine than of what is tested.
 settings.register_profile("unhurried", settings(), deadline=None)
@@ -46,12 +42,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Of xdist: its workers share one fork server, which takes five seconds to start."""
-    node.workerinput["fork_server"] = share_fork_server()
+    """Of xdist: its workers share one fork server, which takes five seconds to start. Cluster tests need none, nor torch."""
+    if not any("clustered" in argument for argument in node.config.args):
+        from ranks import share_fork_server
+
+        node.workerinput["fork_server"] = share_fork_server()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput"):
+    if "fork_server" in getattr(config, "workerinput", {}):
+        from ranks import join_fork_server
+
         join_fork_server(config.workerinput["fork_server"])
 
 
