@@ -79,14 +79,16 @@ class TracedModel:
 class ModelTraces:
     """Traces a model's layers on the first of `tensor_ranks` tensor-parallel ranks.
 
-    on_meta: on the meta device instead of fake tensors.
+    On the meta device, which is faster, until a layer wants to know more of tensors than there is; then on fake tensors. The
+    CPU's attention is traced on fake tensors alone, and so is autocast, which the meta device doesn't have.
     """
 
-    def __init__(self, model: TracedModel, tensor_ranks: int, sequence_parallel: bool, on_meta: bool):
+    def __init__(self, model: TracedModel, tensor_ranks: int, sequence_parallel: bool):
         self._model = model
         groups = ProcessGroups.imagined(tensor_ranks, model.counter.start_collective)
         independent = model.config.rng.layout_independent
         self._context = BuildContext(groups, torch.device("cpu"), sequence_parallel, independent)
+        on_meta = model.device == "cuda" and model.precision.autocast is None
         self._fakes = (MetaFakes if on_meta else Fakes)(self._context, INSTEAD)
         # Kind of layer, whether splittable -> the layer as it is trained, and its tensors for its profile.
         self._modules: dict[tuple[int, bool], tuple[TrainedLayer, dict[str, Any]]] = {}
@@ -105,6 +107,19 @@ class ModelTraces:
 
         policy: that recomputes a part of each layer, as activation_checkpointing.policy; None if nothing is recomputed.
         """
+        try:
+            return self._profiles(layers, policy, samples)
+        except PartitionError:
+            if not isinstance(self._fakes, MetaFakes):
+                raise
+        self._fakes = Fakes(self._context, INSTEAD)
+        for known in (self._modules, self._tables, self._known):
+            known.clear()
+        return self._profiles(layers, policy, samples)
+
+    def _profiles(
+        self, layers: Sequence[Layer], policy: SelectivePolicy | None, samples: int
+    ) -> tuple[LayerProfile, ...]:
         with self._fakes.mode, self._fakes.device:
             inputs, labels = _resized(self._fakes.place(self._model.sample), samples)
             x = TensorTree.of(self._model.precision.cast(inputs))

@@ -19,7 +19,7 @@ from parallel3d.costs.devices import compute_seconds, preset_devices
 from parallel3d.costs.layer_costs import Sample
 from parallel3d.costs.layer_profile import LayerProfile, recomputed
 from parallel3d.costs.model_traces import ModelTraces, TracedModel, rows_of
-from parallel3d.errors import ConfigError, PartitionError
+from parallel3d.errors import ConfigError
 from parallel3d.specs import BuildContext, Layer
 
 _DEVICE = "H100"  # whose rates time layers. Only their ratios count.
@@ -47,22 +47,13 @@ class Option:
 
 def trace_policies(layers: Sequence[Layer], sample: Sample, config: Config, context: BuildContext) -> Traces:
     """Return the layers' profiles under each policy. Raises PartitionError for a layer that can't be traced."""
-    device = context.device.type
-    model = TracedModel(sample.loss_fn, (sample.inputs, sample.labels), config, device)
-    on_meta = device == "cuda" and model.precision.autocast is None
-    slicing = context.groups.model.size, context.sequence_parallel
-    for is_meta in (True, False) if on_meta else (False,):
-        try:
-            traces = ModelTraces(model, *slicing, is_meta)
-            rows = rows_of(model.sample)
-            plain = traces.profiles(layers, None, rows)
-            cheap, attention = (traces.profiles(layers, policy, rows) for policy in SELECTIVE)
-            again = [recomputed(profile) for profile in plain]
-            return {"none": plain, "cheap": cheap, "attention": attention, "full": again}
-        except PartitionError:
-            if not is_meta:
-                raise
-    raise AssertionError
+    model = TracedModel(sample.loss_fn, (sample.inputs, sample.labels), config, context.device.type)
+    traces = ModelTraces(model, context.groups.model.size, context.sequence_parallel)
+    rows = rows_of(model.sample)
+    # Plain layers last: if those with a policy can be traced on fake tensors only, all are.
+    cheap, attention = (traces.profiles(layers, policy, rows) for policy in SELECTIVE)
+    plain = traces.profiles(layers, None, rows)
+    return {"none": plain, "cheap": cheap, "attention": attention, "full": [recomputed(profile) for profile in plain]}
 
 
 def options_of(traces: Traces, k: int, splits: bool) -> list[Option]:

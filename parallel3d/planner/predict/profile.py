@@ -16,7 +16,6 @@ from parallel3d.config import SELECTIVE, Config, RecomputationPolicy, SelectiveP
 from parallel3d.config.layout import Layout
 from parallel3d.costs.layer_profile import LayerProfile, extrapolated, recomputed
 from parallel3d.costs.model_traces import LossFunction, ModelTraces, TracedModel, rows_of
-from parallel3d.errors import PartitionError
 from parallel3d.parameters import ParameterInfo
 from parallel3d.pipe.layer_choice import Policies, policy_rule
 from parallel3d.pipe.ties import TieIndex
@@ -64,10 +63,8 @@ class ModelProfile:
         policies: Policies = given if isinstance(given, Mapping) else "full"
         rule = policy_rule(config.pipeline.checkpointable_layers, policies, self.names)
         self._given = [rule(k, layer) for k, layer in enumerate(self.specs)]
-        # The CPU's attention is traced on fake tensors only; the meta device has no autocast.
-        self._on_meta = device == "cuda" and self.precision.autocast is None
         self._in_other_layers: dict[tuple[int, ...], ModelProfile] = {}
-        self._slicings: dict[tuple[_Slicing, bool], ModelTraces] = {}
+        self._slicings: dict[_Slicing, ModelTraces] = {}
         self._traced: dict[object, tuple[LayerProfile, ...]] = {}
         self._profiles: dict[tuple[_Slicing, int, bool, SelectivePolicy | None], tuple[LayerProfile, ...]] = {}
         self._parameters: dict[object, list[list[ParameterInfo]]] = {}
@@ -202,22 +199,14 @@ class ModelProfile:
         return found
 
     def _trace(self, slicing: _Slicing, micro_batch: int, policy: SelectivePolicy | None) -> tuple[LayerProfile, ...]:
-        try:
-            return _at(micro_batch, partial(self._at_samples, slicing, policy))
-        except PartitionError:
-            if not self._on_meta:
-                raise
-        # A layer wants to know more of tensors than there is on the meta device: fake ones have it.
-        self._on_meta = False
-        return self._trace(slicing, micro_batch, policy)
+        return _at(micro_batch, partial(self._at_samples, slicing, policy))
 
     def _at_samples(self, slicing: _Slicing, policy: SelectivePolicy | None, samples: int) -> tuple[LayerProfile, ...]:
-        where = slicing, self._on_meta
-        if where not in self._slicings:
-            self._slicings[where] = ModelTraces(self._traceable, *slicing, self._on_meta)
-        key = *where, policy, samples
+        if slicing not in self._slicings:
+            self._slicings[slicing] = ModelTraces(self._traceable, *slicing)
+        key = slicing, policy, samples
         if key not in self._traced:
-            self._traced[key] = self._slicings[where].profiles(self.specs, policy, samples)
+            self._traced[key] = self._slicings[slicing].profiles(self.specs, policy, samples)
         return self._traced[key]
 
 
