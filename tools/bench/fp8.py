@@ -18,7 +18,7 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -28,7 +28,7 @@ import ours  # noqa: F401 (first: it finds the example's layers, and this checko
 import torch
 from host import cuda_version, find_gpus
 from plain import BACKENDS
-from results import as_text
+from results import TORCHAO, as_text, block_table
 from run import describe_run
 from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
@@ -45,7 +45,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fp8, weight gradients in bf16": {"fp8": {"enabled": True, "weight_gradient": "bf16"}},
     "fp8, row-wise": {"fp8": {"enabled": True, "recipe": "rowwise"}},
 }
-TORCHAO = "torchao, tensor-wise"
 
 
 @dataclass(frozen=True)
@@ -139,18 +138,6 @@ def sustained(run: Callable[[Tensor, Tensor], None], size: Size, seconds: float)
         else:
             times.append((now - start) / CALLS)
     return times[len(times) // 2 :]
-
-
-def block_table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Rows of text: milliseconds of a block, and their ratio to those of bf16 and of torchao."""
-    medians = {row["variant"]: median(row["ms"]) for row in rows}
-    table = [["variant", "ms a block", "min-max", "of bf16", "of torchao", "peak GiB"]]
-    for row in rows:
-        ms = medians[row["variant"]]
-        ratios = [f"{ms / medians[name]:.3f}" if name in medians else "" for name in ("bf16", TORCHAO)]
-        spread = f"{min(row['ms']):.3f}-{max(row['ms']):.3f}"
-        table.append([row["variant"], f"{ms:.3f}", spread, *ratios, f"{row['peak_gib']:.2f}"])
-    return table
 
 
 def main() -> int:

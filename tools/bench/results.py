@@ -17,6 +17,8 @@ Record = Mapping[str, Any]
 OWN = "parallel3d"
 TOLERANCE = 0.02  # relative: frameworks draw other initial weights, and some report the last micro-batch's loss
 
+TORCHAO = "torchao, tensor-wise"  # the variant of fp8.py that is a peer's
+
 
 def passed(records: Iterable[Record]) -> list[Record]:
     """Return the cases that have a result."""
@@ -162,3 +164,15 @@ def _sentence(group: Mapping[str, Any]) -> str:
         return where + "NOT ALL FINITE."
     verdict = "" if group["agree"] else f", MORE THAN {group['tolerance']:.0%}"
     return where + f"{group['spread']:.2%} apart{verdict}."
+
+
+def block_table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Rows of text: milliseconds of a block, and their ratio to those of bf16 and of torchao."""
+    medians = {row["variant"]: median(row["ms"]) for row in rows}
+    table = [["variant", "ms a block", "min-max", "of bf16", "of torchao", "peak GiB"]]
+    for row in rows:
+        ms = medians[row["variant"]]
+        ratios = [f"{ms / medians[name]:.3f}" if name in medians else "" for name in ("bf16", TORCHAO)]
+        spread = f"{min(row['ms']):.3f}-{max(row['ms']):.3f}"
+        table.append([row["variant"], f"{ms:.3f}", spread, *ratios, f"{row['peak_gib']:.2f}"])
+    return table

@@ -15,7 +15,7 @@ from typing import Any
 
 from accuracy import accuracy_table, unmeasured, verdicts
 from deviations import deviation_table, verdict
-from results import agreement, as_markdown, describe_agreement, make_table, rooflines
+from results import agreement, as_markdown, block_table, describe_agreement, make_table, rooflines
 from zero_rows import TITLES, table
 
 # What runs of earlier versions measured and this version lacks: options of cases, and ways to communicate.
@@ -107,6 +107,13 @@ def communication_section(run: Mapping[str, Any]) -> str:
     return "\n".join([_where(run), how, "", as_markdown(lines), "", f"`{run['command']}`"])
 
 
+def fp8_section(run: Mapping[str, Any]) -> str:
+    """Return the section of blocks with and without fp8: what was run where, the table."""
+    work = run["workload"]
+    how = f'{work["blocks"]} blocks of "{work["size"]}"; medians over the second half of {work["seconds"]:.0f} s each.'
+    return "\n".join([_where(run), how, "", as_markdown(block_table(run["blocks"])), "", f"`{run['command']}`"])
+
+
 def zero_section(run: Mapping[str, Any]) -> str:
     """Return the section of the comparisons of ZeRO: what was run where, the tables."""
     work = run["workload"]
@@ -125,7 +132,7 @@ def zero_section(run: Mapping[str, Any]) -> str:
 def make_section(run: Mapping[str, Any], baselines: Sequence[str] = ()) -> str:
     """Return the section of any run. baselines: cases to compare with, first choice first."""
     kinds = {"curves": curves_section, "layouts": plan_section, "measured": communication_section}
-    kinds |= {"zero_tables": zero_section}
+    kinds |= {"zero_tables": zero_section, "blocks": fp8_section}
     make = next((make for key, make in kinds.items() if key in run), partial(section, baselines=baselines))
     return make(run)
 
