@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from trainer_runs import STEPS, configuration, run_job
 
-pytest.importorskip("peft")
+# To import it takes each of xdist's workers a second, without a GPU too.
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 
 CPU = {"device": "cpu"}
 BY_TRAINER: dict[str, dict[str, Any] | None] = {

@@ -239,7 +239,7 @@ def test_links_of_the_architecture_page_lead_to_what_they_name():
         path = (DOCS / name).resolve()
         assert path.exists(), link
         if symbol:
-            scope: ast.AST = ast.parse(path.read_text(encoding="utf-8"))
+            scope = _nodes_of(path)[0]
             for part in symbol.split("."):
                 inside = [n for n in ast.iter_child_nodes(scope) if isinstance(n, ast.ClassDef | ast.FunctionDef)]
                 scope = next((n for n in inside if n.name == part), None) or pytest.fail(f"{link}: no {part}")
