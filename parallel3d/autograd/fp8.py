@@ -338,7 +338,7 @@ class _InGraph(torch.autograd.Function):
             for (one, _), value, scale in zip(casts, values, scales, strict=True):
                 part = multiply(_made(one), Scaled(value, scale), rows[0].dtype)
                 dx = part if dx is None else dx + part
-            dx = dx.view(ctx.shape)
+            dx = dx.view(ctx.shape) if dx is not None else None
         if casts_columns:
             columns = [_made(other) for _, other in casts]
             lefts, left_scales = [c.values for c in columns], [c.inverse_scale for c in columns]
