@@ -87,8 +87,7 @@ class Programs:
     """Programs of fully specified layouts, each part made once for all layouts that share it."""
 
     def __init__(self) -> None:
-        compute = cache(_compute)
-        lowered = cache(lambda schedule: lower(compute(schedule)))
+        lowered = cache(lambda schedule: lower(_compute(*schedule)))
         self._whole = cache(lambda schedule, added: add_collectives(lowered(schedule), *added))
         self._simulation = cache(lambda schedule, added: Simulation(self._whole(schedule, added)))
         self._replay = cache(lambda schedule: MemoryReplay(lowered(schedule)))
@@ -123,8 +122,7 @@ class Programs:
         return self._replay(_schedule(layout, num_micro_batches, roughly))
 
 
-def _compute(schedule: _Schedule) -> Program:
-    name, stages, num_micro_batches, chunks, placement, roughly = schedule
+def _compute(name: str, stages: int, num_micro_batches: int, chunks: int, placement: str, roughly: bool) -> Program:
     if roughly:
         return looped_zero_bubble(stages, num_micro_batches, chunks, roughly=True)
     return build(name, stages, num_micro_batches, chunks, placement)
