@@ -300,7 +300,6 @@ def _switch_of(host: _Host, card: NicSpec, groups: dict[str, list[str]]) -> str:
 def _add_links(graph: nx.Graph, links: Sequence[LinkSpec]) -> None:
     added: dict[tuple[str, str], dict[str, Any]] = {}
     pairs = 0
-    joined = []
     for link in links:
         given = dict(link.given)
         starts, ends = (_matching(graph, pattern) for pattern in given.pop("between"))
@@ -309,8 +308,6 @@ def _add_links(graph: nx.Graph, links: Sequence[LinkSpec]) -> None:
             raise ConfigError(
                 f"links are between {pairs} pairs of nodes; describe {_MOST_PAIRS} or fewer by closer patterns"
             )
-        joined.append((link, given, starts, ends))
-    for link, given, starts, ends in joined:
         for a, b in ((a, b) for a in starts for b in ends if a != b):
             if graph.has_edge(a, b):
                 graph.edges[a, b].update(given)

@@ -216,10 +216,7 @@ class Predictor:
         owned = (stage_layers(bounds, placement, k) if exactly else () for k in range(layout.stages))
         frozen = [frozen_infos(layers, own) for own in owned]
         policies = [profile.policy(layout.zero, layout.replicas, infos) for infos in map(chain, stages, frozen)]
-        if exactly:
-            buckets = make_buckets(stages, len(placement), policies[0], layout.replicas)
-        else:
-            buckets = rough_buckets(stages, layers, bounds, policies[0], layout.replicas)
+        buckets = (make_buckets if exactly else rough_buckets)(stages, len(placement), policies[0], layout.replicas)
         units = layer_units(profile.specs, layers) if exactly and layout.zero == 3 else ()
         sharded = sharded_weights(layout, policies, layers, units, stages, frozen, placement, bounds) if units else None
         return SplitLayout(layout, links, layers, samples, placement, bounds, times, policies, stages, buckets, sharded)

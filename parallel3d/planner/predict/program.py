@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, pairwise
 
 from parallel3d.config.layout import Layout
-from parallel3d.costs.layer_profile import LayerProfile
 from parallel3d.parameters import ParameterInfo
 from parallel3d.planner.predict.chunk_memory import MemoryReplay
 from parallel3d.schedule.builders import build
@@ -52,24 +50,16 @@ def make_buckets(
 
 
 def rough_buckets(
-    stages: Sequence[Sequence[ParameterInfo]],
-    layers: Sequence[LayerProfile],
-    bounds: Sequence[int],
-    policy: ZeroPolicy,
-    num_replicas: int,
+    stages: Sequence[Sequence[ParameterInfo]], num_chunks: int, policy: ZeroPolicy, num_replicas: int
 ) -> Buckets:
     """Return equal buckets of each chunk: a few, but no fewer than the limit of a bucket's size allows.
 
-    stages: one parameter for each set of owners, see ModelProfile.merged; bounds: of the chunks, in layers.
+    stages: one parameter for each set of owners, see ModelProfile.merged.
     """
     found = {info.owners: info.parameter.numel() for parameters in stages for info in parameters}
-    sizes = [found.get((c,), 0) for c in range(len(bounds) - 1)]
+    sizes = [found.get((c,), 0) for c in range(num_chunks)]
     limit = bucket_limit(max(sizes), policy, policy.num_shards(num_replicas))
-    # What a layer adds to the number of buckets: each larger parameter is one of its own.
-    different = {id(layer): layer for layer in layers if layer.tie is None}
-    added = {key: sum(min(1.0, p.numel() / limit) for _, p in layer.parameters) for key, layer in different.items()}
-    before = list(accumulate((added.get(id(layer), 0.0) for layer in layers), initial=0.0))
-    counts = [max(_ROUGH_BUCKETS, int(before[b] - before[a])) for a, b in pairwise(bounds)]
+    counts = [max(_ROUGH_BUCKETS, size // limit) for size in sizes]
     replicas = [(owners, numel) for owners, numel in sorted(found.items()) if len(owners) > 1]
     return Buckets(tuple((size // n,) * n for size, n in zip(sizes, counts, strict=True)), tuple(replicas))
 
@@ -87,8 +77,7 @@ class Programs:
     """Programs of fully specified layouts, each part made once for all layouts that share it."""
 
     def __init__(self) -> None:
-        compute = cache(_compute)
-        lowered = cache(lambda schedule: lower(compute(schedule)))
+        lowered = cache(lambda schedule: lower(_compute(*schedule)))
         self._whole = cache(lambda schedule, added: add_collectives(lowered(schedule), *added))
         self._simulation = cache(lambda schedule, added: Simulation(self._whole(schedule, added)))
         self._replay = cache(lambda schedule: MemoryReplay(lowered(schedule)))
@@ -123,8 +112,7 @@ class Programs:
         return self._replay(_schedule(layout, num_micro_batches, roughly))
 
 
-def _compute(schedule: _Schedule) -> Program:
-    name, stages, num_micro_batches, chunks, placement, roughly = schedule
+def _compute(name: str, stages: int, num_micro_batches: int, chunks: int, placement: str, roughly: bool) -> Program:
     if roughly:
         return looped_zero_bubble(stages, num_micro_batches, chunks, roughly=True)
     return build(name, stages, num_micro_batches, chunks, placement)

@@ -102,8 +102,8 @@ def evaluate(
 class Bounds:
     """Lower bounds of every layout of a space.
 
-    - seconds: of a step whose layers are spread as evenly as their number allows, on the fastest device, with the filling and
-      draining of its pipeline and reductions in every micro-batch. No less than that of a micro-batch which passes all chunks
+    - seconds: of a step whose layers are spread evenly over the stages, on the fastest device, with the filling and draining
+      of its pipeline and reductions in every micro-batch. No less than that of a micro-batch which passes all chunks
       forward and back: the last one or the first one on the slowest chunk, whose forwards or backwards of all others come
       before or after it. Infinite if the model can't be split over this number of tensor-parallel ranks.
     - bytes: of the fullest rank, with state and activations in flight spread evenly, and the allocator's gaps; before `refine`
@@ -140,8 +140,8 @@ class Bounds:
     def _bound_seconds(self, space: Space, by_policy: bool = False) -> Floats:
         predictor, num_chunks, whole = self._predictor, space.chunks, space.whole_backwards
         sharding = space.tensor_ranks, space.sequence_parallel
-        # Of a micro-batch: filling, mean and longest stage, passing all chunks, and the host's calls.
-        found = np.full((5, len(space)), np.inf)
+        # Of a micro-batch: filling, mean stage, passing all chunks, and the host's calls.
+        found = np.full((4, len(space)), np.inf)
         # Recomputation of a part takes at least as long as none.
         full, policy = (space.recompute > 0) & ((space.policy == 0) | by_policy), space.policy * by_policy
         for chosen in groups_of(*sharding, full, policy, space.micro_batch, space.halves, whole):
@@ -160,18 +160,14 @@ class Bounds:
             p, m, chunks = space.stages[chosen], space.micro_batches[chosen], num_chunks[chosen]
             # The last rank starts p - 1 chunks' forwards late. If backwards are whole, the first one ends as many late.
             late = times.total.sum() if is_whole else times.compute[0].sum()
-            # Some stage has at least its share of the equal layers, rounded up.
-            each, number = np.unique(times.total, return_counts=True)
-            longest = 0.0 if layout.units else (each * np.ceil(number / p[:, None])).max(axis=1)
             forward, backward = times.compute[0].sum(), times.compute[1 : 3 if is_whole else 2].sum()
             passing = forward + backward + (m - 1) * max(forward, backward) / (p * chunks)
             filling, mean = late * (p - 1) / (p * chunks), times.total.sum() / p
-            found[:, chosen] = np.broadcast_arrays(filling, mean, longest, passing, times.host.sum() / p)
+            found[:, chosen] = np.broadcast_arrays(filling, mean, passing, times.host.sum() / p)
         possible = np.isfinite(found[0])
-        m, (filling, mean, longest, passing, host) = space.micro_batches[possible], found[:, possible]
+        m, (filling, mean, passing, host) = space.micro_batches[possible], found[:, possible]
         computing = m * (mean + self._reducing(space.where(possible)))
-        spread = np.maximum(computing + filling, m * longest)
-        steps = np.maximum(predictor.cooled(np.maximum(spread, passing), computing), m * host)
+        steps = np.maximum(predictor.cooled(np.maximum(computing + filling, passing), computing), m * host)
         bounds = np.full(len(space), np.inf)
         bounds[possible] = _SLACK * predictor.least_factor * steps
         return bounds
