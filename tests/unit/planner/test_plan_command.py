@@ -265,7 +265,7 @@ def test_as_many_layouts_are_listed_as_asked_for(target, tmp_path) -> None:
 def test_memory_is_kept_free_and_a_full_rank_is_flagged(target, tmp_path, capsys) -> None:
     """The cluster has just the memory of the winner: it is flagged, and with a reserve of a tenth another one wins or none."""
 
-    resident = {"zero_optimization": dict.fromkeys(("offload_optimizer", "offload_param"), {"device": "none"})}
+    resident = {"zero_optimization": {f"offload_{what}": {"device": "none"} for what in ("optimizer", "param")}}
     (tmp_path / "resident.json").write_text(json.dumps(resident))
 
     def plan(memory: float, reserve: str, *options: str) -> PlanResult | None:
