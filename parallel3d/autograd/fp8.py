@@ -164,14 +164,14 @@ def fp8_linears(
         numbers = [layer.number for layer in layers], [port.number for port in ports]
         outputs = _InGraph.apply(settings, x, *weights, *biases, *numbers[0], *numbers[1], *tokens_of(ports))
         return outputs
-    run: Any = _outside_graph if torch.compiler.is_compiling() else _Linears.apply
-    outputs = run(tuple(layers), before, after, torch.is_grad_enabled(), x, *(p for pair in pairs for p in pair))
+    given = (tuple(layers), before, after, torch.is_grad_enabled(), x, *(p for pair in pairs for p in pair))
+    if torch.compiler.is_compiling():
+        from parallel3d.autograd.outside_graphs import apply_sharded_fp8
+
+        outputs = apply_sharded_fp8(_Linears, *given)
+    else:
+        outputs = _Linears.apply(*given)
     return outputs
-
-
-@torch.compiler.disable(reason="parallel3d computes this sharded layer in fp8; compile without fullgraph")
-def _outside_graph(*args: Any) -> Any:
-    return _Linears.apply(*args)
 
 
 class _Linears(torch.autograd.Function):

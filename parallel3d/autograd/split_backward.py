@@ -222,12 +222,10 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    return _outside_graph(function, *args) if torch.compiler.is_compiling() else function.apply(*args)
+    if torch.compiler.is_compiling():
+        from parallel3d.autograd.outside_graphs import apply_without_port
 
-
-@torch.compiler.disable(reason="a layer of parallel3d that no engine has compiled")
-def _outside_graph(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Break the graph at a layer without an open port: inside it the whole backward would run at BACKWARD_INPUT."""
+        return apply_without_port(function, *args)
     return function.apply(*args)
 
 
