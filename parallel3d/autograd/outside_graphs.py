@@ -1,4 +1,4 @@
-"""Functions of autograd that break the graphs of torch.compile. Importing them imports the compiler, for a second: do so late."""
+"""Functions of autograd that break the graphs of torch.compile. Imported late: that imports the compiler, for a second."""
 
 from __future__ import annotations
 
