@@ -115,7 +115,7 @@ def train_decoder(schedule: tuple[str, int, str], compiled: dict[str, Any], dtyp
         "steps_per_print": None,
         "pipeline": {"schedule": name},
         "compile": compiled,
-        # PyTorch 2.11 can't compile the others in float64. Graphs don't know the backend: other tests would get "math" with them.
+        # PyTorch 2.11 can't compile the others in float64. Graphs don't know the backend: other tests would get "math", too.
         "attention": {"backend": "math" if dtype is torch.float64 else "auto"},
     }
     layers = decoder(replace(DECODER, num_layers=3), dtype=dtype)
