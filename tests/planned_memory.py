@@ -172,12 +172,12 @@ def predict(
         None if sharded is None else sharded.lifetimes(live_limits(config.zero_optimization, sharded.elements)[0])
     )
     added = None if lifetimes is None else (lifetimes, ())
-    program, _ = Programs().make(layout, buckets, policy, layout.micro_batches, sharded=added)
+    program = Programs().make(layout, buckets, policy, layout.micro_batches, sharded=added).program
     replay = MemoryReplay(program)
     between, stage_numbers = [], range(layout.stages)
     for stage in stage_numbers:
         chunks = memory.chunks(replay, bounds, layout, stage).items()
-        held = {c: ChunkMemory(chunk.held, chunk.kept_input, dict) for c, chunk in chunks}
+        held = {c: ChunkMemory(chunk.held, chunk.kept_input, {}) for c, chunk in chunks}
         between.append(replay.peak(stage, held).held)
     gathered = [0] * layout.stages
     if sharded is not None:
