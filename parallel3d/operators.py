@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import library
+from torch.fx.node import has_side_effect
 
 T = TypeVar("T")
 
@@ -42,12 +43,15 @@ def define(
     function: Callable[..., Any],
     fake: Callable[..., Any],
     tags: Sequence[torch.Tag] = (),
+    has_effects: bool = False,
 ) -> Callable[..., Any]:
     """Define and return torch.ops.parallel3d.<name>.
 
     - schema: arguments and results, in the syntax of torch's operator schemas.
     - fake: returns results of the right shapes, without values.
     - tags: of torch.Tag.
+    - has_effects: whether it does more than return results. Without it, graphs leave the operator out where nothing is computed
+      from its results; a sum of empty tensors is not computed.
 
     Autograd doesn't follow it: kernels for autograd, which Python runs, cost the host 10 us more a call.
     """
@@ -56,4 +60,4 @@ def define(
     library.impl(qualified, "default", function)
     library.register_fake(qualified, fake)
     operator: Callable[..., Any] = getattr(torch.ops.parallel3d, name).default
-    return operator
+    return has_side_effect(operator) if has_effects else operator

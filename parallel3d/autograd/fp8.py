@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.fx.node import has_side_effect
 
 from parallel3d.autograd.in_graph import (
     PORTS,
@@ -296,8 +295,8 @@ _scaled_given = define(
     "-> Tensor[]",
     _give_scaled,
     lambda lefts, scales, right, right_scale, rows, numbers, dtype: [gradient_of_token(right) for _ in numbers],
+    has_effects=True,
 )
-has_side_effect(_scaled_given)  # graphs leave out what returns nothing that is computed with
 
 
 class _InGraph(torch.autograd.Function):

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx.node import has_side_effect
 
 from parallel3d.autograd.products import (
     NO_BOUNDARY,
@@ -228,12 +227,14 @@ _linears_backward = define(
         x.new_empty(x.shape if weights else 0),
         [gradient_of_token(x) for _ in numbers],
     ),
+    has_effects=True,
 )
 linears_given = define(
     "linears_given",
     "(Tensor[] gradients, Tensor x, Tensor[] numbers, bool[] have_bias) -> Tensor[]",
     _give_linears,
     lambda _, x, numbers, *__: [gradient_of_token(x) for _ in numbers],
+    has_effects=True,
 )
 _linears = define(
     "linears",
@@ -246,6 +247,7 @@ _row_linear_backward = define(
     f"(Tensor gradient, Tensor x, Tensor weight, Tensor number, bool needs_x, {_BOUNDARY}) -> (Tensor, Tensor)",
     _gradients_of_row_linear,
     lambda _, x, weight, number, needs_x, *__: (x.new_empty(x.shape if needs_x else 0), gradient_of_token(x)),
+    has_effects=True,
 )
 _row_linear = define(
     "row_linear",
@@ -258,10 +260,8 @@ _embedding_backward = define(
     "(Tensor gradient, Tensor indices, Tensor number, SymInt num_embeddings, int padding_idx) -> Tensor",
     _gradients_of_embedding,
     lambda gradient, *_: gradient_of_token(gradient),
+    has_effects=True,
 )
-# Graphs don't compute the sum of several layers' tokens, which is empty, and would leave out what it seems to be for.
-for _operator in (_linears_backward, linears_given, _row_linear_backward, _embedding_backward):
-    has_side_effect(_operator)
 
 # Functions of autograd around the operators: kernels of operators for autograd cost the host 10 us more a call.
 

@@ -47,9 +47,13 @@ def _library() -> ctypes.CDLL | None:
         return None
 
 
+def _status(name: str, *args: Any) -> int:
+    status: int = getattr(_library(), name)(*args)
+    return status
+
+
 def _call(name: str, *args: Any) -> None:
-    status = getattr(_library(), name)(*args)
-    if status:
+    if status := _status(name, *args):
         raise KernelError(f"{name} failed with status {status} of cuBLAS; set fp8.weight_gradient to 'bf16'")
 
 
@@ -102,8 +106,8 @@ class _Plan:
                 size = ctypes.c_size_t(ctypes.sizeof(value))
                 _call("cublasLtMatmulPreferenceSetAttribute", preference, key, byref(value), size)
             layouts = d.left, d.right, d.out, d.out
-            choose: Any = getattr(_library(), "cublasLtMatmulAlgoGetHeuristic")  # noqa: B009 (ctypes)
-            status = choose(_handle(self._device), d.product, *layouts, preference, 1, byref(found), byref(count))
+            given = _handle(self._device), d.product, *layouts, preference, 1, byref(found), byref(count)
+            status = _status("cublasLtMatmulAlgoGetHeuristic", *given)
             _call("cublasLtMatmulPreferenceDestroy", preference)
             if status or not count.value or found.state:
                 return None

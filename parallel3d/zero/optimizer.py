@@ -147,7 +147,11 @@ class ShardedOptimizer:
             self.offloaded.after_step()
 
     def _step_resident(self, buckets: Sequence[Bucket], untouched: Set[nn.Parameter], factor: Tensor | None) -> None:
-        """Run the optimizer on buckets whose state is on the device: on as many as COPIED_NUMEL allows, if it may."""
+        """Run the optimizer on buckets whose state is on the device.
+
+        Where it gets copies of gradients it steps several times, each time on part of the parameters: no more than COPIED_NUMEL
+        elements are copied at a time. Not an optimizer that isn't elementwise, or that has hooks.
+        """
         in_parts, copied = is_elementwise(self.optimizer) and not _has_hooks(self.optimizer), 0
         assigned: list[ParameterShard] = []
         for bucket, span in [(b, s) for b in buckets for s in b.spans]:
@@ -247,7 +251,7 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a script's functions run at each step of an optimizer, and expect all of the weights to change in it."""
+    """Return whether an optimizer runs a script's functions at each step, which expect that it has updated all weights."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
