@@ -152,6 +152,7 @@ class WeightUpdate:
         if self.scaler is not None:
             told = {"loss_scaler": self.scaler, "loss_scale_config": self.scaler}
             vars(self.optimizer).update(told, dynamic_loss_scale=self.scaler.dynamic_loss_scale)
+        self._whole_states: list[WholeState] = []
         for bucket in self.reducer.all_buckets():
             for k, parameter in enumerate(bucket.parameters):
                 state = WholeState(
@@ -162,7 +163,8 @@ class WeightUpdate:
                     self.reducer.finish_step,
                     self.sharded.settle,
                 )
-                vars(parameter)["whole_state"] = state
+                state.attach(parameter)
+                self._whole_states.append(state)
 
     def _settle(self) -> None:
         """Return when no copy or gather of state is under way."""

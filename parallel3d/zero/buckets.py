@@ -53,7 +53,8 @@ class Bucket:
       rank's shard of them, [numel / partition]; None likewise.
     - sharded: the weights as shards; None if they are whole on every rank.
     - gradients: the accumulator, [numel]; None if the bucket uses transient buffers. gradient_shard: [numel / partition].
-    - spans: the parts of the shard that the optimizer updates one by one; a single one unless is_offloaded.
+    - spans: the parts of the shard that the optimizer may update one by one. A single one if its state is on the device and
+      it can read the gradients where they are.
     """
 
     def __init__(
@@ -72,6 +73,8 @@ class Bucket:
         self.device = self.parameters[0].device
         self.weight_dtype, self.master_dtype = layout.weight_dtype, layout.master_dtype
         self.gradient_dtype = layout.gradient_dtype
+        # Whether the optimizer gets copies of the gradients, in the masters' dtype.
+        self.copies_gradients = layout.gradient_dtype != layout.master_dtype
         # Whether the masters are a copy, in a wider dtype than the weights.
         self.has_own_master = layout.has_own_master
         # Whether masters of their own, and the optimizer's state, are in host memory, or on disk, between steps.
@@ -150,6 +153,9 @@ class Bucket:
             infos = [(info, self.view(self.gradients, k), self.offsets[k]) for k, info in enumerate(self.infos)]
             return [Span(slice(0, self.numel), tuple(ParameterShard(i, i.parameter, g, 0, at) for i, g, at in infos))]
         length = self.shard.stop - self.shard.start
+        if self.copies_gradients and not self.is_offloaded:
+            first, whole = self.shard.start, self._cut_pieces(slice(0, length))
+            return [Span(slice(p.place - first, p.place - first + p.master.numel()), (p,)) for p in whole]
         parts = [slice(start, min(start + longest, length)) for start in range(0, length, max(longest, 1))]
         return [Span(part, tuple(self._cut_pieces(part))) for part in parts]
 
@@ -181,7 +187,7 @@ class Bucket:
         fp16 the values that the loss scale has kept from underflow would be lost. gradients: a copy of the span's gradients.
         """
         flat = self.gradient_shard[span.part] if gradients is None else gradients
-        in_place = flat.dtype == self.master_dtype
+        in_place = not self.copies_gradients
         if factor is not None and in_place:
             flat.mul_(factor)  # in one pass
         for piece in span.pieces:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from parallel3d.parameters import ParameterInfo
 from parallel3d.zero.disk import in_blocks
 from parallel3d.zero.layout import BucketLayout, by_owners, lay_out
-from parallel3d.zero.policy import STAGED_BYTES, OptimizerOffload, ZeroPolicy
+from parallel3d.zero.policy import COPIED_NUMEL, STAGED_BYTES, OptimizerOffload, ZeroPolicy
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ def predict_state(
     total: Counter[str] = Counter()
     passing: dict[torch.dtype, list[tuple[int, bool]]] = {}  # buckets whose gradients pass through a buffer
     offloaded: list[BucketLayout] = []
+    longest = 0
     for layout in _layouts(parameters, policy, data_size):
         padded, shard = layout.numel, layout.shard_numel
         master, accumulator = layout.master_dtype, layout.gradient_dtype
@@ -94,10 +95,13 @@ def predict_state(
         else:
             total["masters"] += masters
             total["optimizer"] += optimizer
-            total["update"] += each if accumulator != master else 0
+            if accumulator != master:
+                total["update"] += each
+                longest = max(longest, COPIED_NUMEL * master.itemsize, _largest_piece(layout) * master.itemsize)
         if layout.is_transient:
             is_early = any(info.parameter in early for info in layout.infos)
             passing.setdefault(accumulator, []).append((padded, is_early))
+    total["update"] = min(total["update"], longest)
     total["transient"] = sum(_buffers(sizes) * dtype.itemsize for dtype, sizes in passing.items())
     state = StateBytes(**total) + _window(offloaded, policy.offload, moments)
     return state if policy.weight_offload is None else state + predict_shards(parameters, frozen, policy, data_size)
@@ -260,10 +264,14 @@ def piece_sizes(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_si
     """
     total = largest = 0
     for layout in _layouts(parameters, policy, data_size):
-        total += layout.shard_numel
-        for start, size in zip(layout.offsets, layout.sizes, strict=True):
-            largest = max(largest, _largest_part(start, start + size, layout.shard_numel))
+        total, largest = total + layout.shard_numel, max(largest, _largest_piece(layout))
     return total, largest
+
+
+def _largest_piece(layout: BucketLayout) -> int:
+    """Return the elements of the largest parameter, or part of one that lies in one shard."""
+    places = zip(layout.offsets, layout.sizes, strict=True)
+    return max((_largest_part(start, start + size, layout.shard_numel) for start, size in places), default=0)
 
 
 def _largest_part(start: int, stop: int, shard: int) -> int:

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from parallel3d.comm.collectives import Group, Work, all_gather_integers
 from parallel3d.errors import ConfigError
 from parallel3d.parameters import ParameterInfo
-from parallel3d.zero.buckets import Bucket
+from parallel3d.zero.buckets import Bucket, ParameterShard
 from parallel3d.zero.host_shards import HostShards
 from parallel3d.zero.memory import MOMENTS, StateBytes, bytes_of
 from parallel3d.zero.offload import OffloadedState
+from parallel3d.zero.policy import COPIED_NUMEL
 from parallel3d.zero.storage import Storage
 
 if TYPE_CHECKING:
@@ -146,15 +147,27 @@ class ShardedOptimizer:
             self.offloaded.after_step()
 
     def _step_resident(self, buckets: Sequence[Bucket], untouched: Set[nn.Parameter], factor: Tensor | None) -> None:
-        """Run the optimizer once on buckets whose state is on the device."""
+        """Run the optimizer on buckets whose state is on the device: on as many as COPIED_NUMEL allows, if it may."""
+        in_parts, copied = is_elementwise(self.optimizer) and not _has_hooks(self.optimizer), 0
+        assigned: list[ParameterShard] = []
+        for bucket, span in [(b, s) for b in buckets for s in b.spans]:
+            numel = (span.part.stop - span.part.start) * bucket.copies_gradients
+            if in_parts and copied and copied + numel > COPIED_NUMEL:
+                self._update(assigned)
+                copied = 0
+            bucket.assign_gradients(span, untouched, factor)
+            assigned += span.pieces
+            copied += numel
+        self._update(assigned)
         for bucket in buckets:
-            for span in bucket.spans:
-                bucket.assign_gradients(span, untouched, factor)
-        self.optimizer.step()  # skips masters without a gradient
-        for bucket in buckets:
-            for piece in bucket.pieces:
-                piece.master.grad = None  # it may be a copy in the masters' dtype
             bucket.write_back()
+
+    def _update(self, pieces: list[ParameterShard]) -> None:
+        """Run the optimizer, which skips masters without a gradient; clear the list and the pieces' gradients."""
+        self.optimizer.step()
+        for piece in pieces:
+            piece.master.grad = None  # it may be a copy in the masters' dtype
+        pieces.clear()
 
     def settle(self) -> None:
         """Return when the host may read and write offloaded state, and weights on the host."""
@@ -228,6 +241,16 @@ def _state_of(key: str, value: Any, parameter: Tensor, master: Tensor, start: in
     return part.to(master.dtype if part.is_floating_point() else part.dtype, copy=True)
 
 
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is known, or says, to update each element from that element's own history."""
+    return type(optimizer) in _ELEMENTWISE or getattr(type(optimizer), "elementwise", False)
+
+
+def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a script's functions run at each step of an optimizer, and expect all of the weights to change in it."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
 def check_optimizer(optimizer: torch.optim.Optimizer, partitioned: bool, allow_untested: bool = False) -> None:
     """Raise ConfigError for an optimizer that would compute something else on shards, or that no engine can step.
 
@@ -237,7 +260,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, partitioned: bool, allow_u
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError(f"optimizer {name} evaluates the model within its step, which no engine can do; use AdamW")
-    if not partitioned or type(optimizer) in _ELEMENTWISE or getattr(type(optimizer), "elementwise", False):
+    if not partitioned or is_elementwise(optimizer):
         return
     known = ", ".join(cls.__name__ for cls in _ELEMENTWISE)
     if isinstance(optimizer, _WHOLE_TENSOR):

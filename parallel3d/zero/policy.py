@@ -14,6 +14,8 @@ from parallel3d.schedule.lifetimes import NEVER, LiveLimits, live_choices
 
 # With "auto", unsharded gradients of an accumulation, or weights that are gathered, may take this share of the device's memory.
 _SHARE = 0.1
+# Most elements whose gradients are copied into the masters' dtype at a time, more than one tensor's: 256 MiB in fp32.
+COPIED_NUMEL = 2**26
 # Most elements of a buffer of the window: 64 MiB in fp32, long enough for the full rate of a link.
 _WINDOW = 1 << 24
 # Spans that are read from disk before a buffer of the window is free for them, and that are written at a time.

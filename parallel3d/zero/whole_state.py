@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -36,9 +37,9 @@ class WholeState:
         self._bucket, self._index, self._optimizer = bucket, index, optimizer
         self._factor, self._reduce, self._settle = factor, reduce, settle
 
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Leave the state out of a copy or pickle of the parameter."""
-        return type(None), ()  # NoneType() is None
+    def attach(self, parameter: nn.Parameter) -> None:
+        """Have `whole_state` find this one while somebody else holds it."""
+        vars(parameter)["whole_state"] = _Handle(self)
 
     @torch.no_grad()
     def read(self, what: str, local: bool = False) -> Tensor | None:
@@ -131,7 +132,18 @@ class WholeState:
         return bucket.view(flat[:, :-1].reshape(-1), self._index).clone()
 
 
+class _Handle:
+    """A weak reference: Python's collector can't see a cycle through a parameter that the graph of a Port's token holds."""
+
+    def __init__(self, state: WholeState):
+        self.state = weakref.ref(state)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Leave the state out of a copy or pickle of the parameter."""
+        return type(None), ()  # NoneType() is None
+
+
 def whole_state(parameter: nn.Parameter) -> WholeState | None:
     """Return the state of the training of a parameter; None if no engine trains it."""
-    found: WholeState | None = vars(parameter).get("whole_state")
-    return found
+    found: _Handle | None = vars(parameter).get("whole_state")
+    return None if found is None else found.state()

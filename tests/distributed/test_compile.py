@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
@@ -176,6 +178,21 @@ def test_other_graph_breaks_are_named(run_ranks):
     assert "1 x: " in printed
     assert "item" in printed
     assert "Developer debug context" not in printed
+
+
+def frees_its_engine() -> bool:
+    config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "compile": COMPILE}
+    engine, *_ = parallel3d.initialize(model=nn.Sequential(nn.Linear(4, 4), nn.ReLU()), config=config)
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    engine.step()
+    left = weakref.ref(engine.update)
+    del engine
+    gc.collect()
+    return left() is None
+
+
+def test_an_engine_of_compiled_layers_leaves_no_memory(run_ranks):
+    assert run_ranks(1, frees_its_engine) == [True]
 
 
 @pytest.mark.parametrize(

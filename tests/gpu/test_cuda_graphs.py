@@ -37,6 +37,7 @@ def own_memory() -> Iterator[None]:
 
 
 def release() -> None:
+    gc.unfreeze()  # an engine before may be among what was frozen after its steps
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
