@@ -348,7 +348,7 @@ class _InGraph(torch.autograd.Function):
         rows = [rows_of(gradient) for gradient in gradients]
         casts_columns = casts_for_weight and any(trains)
         casts = [cast(r, E5M2, rowwise, None, needs_x, casts_columns) for r in rows]
-        dx = None
+        dx: Any = None
         if needs_x:
             values, scales = _casts_of_weights(weights, numbers, rowwise, True, gradients[0])
             for (one, _), value, scale in zip(casts, values, scales, strict=True):

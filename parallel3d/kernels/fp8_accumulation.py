@@ -96,7 +96,7 @@ class _Plan:
         if self.algorithm is None:
             d, preference, found, count = self.descriptors, c_void_p(), _Heuristic(), c_int()
             _call("cublasLtMatmulPreferenceCreate", byref(preference))
-            limits = [(_WORKSPACE, c_uint64(_WORKSPACE_BYTES))]
+            limits: list[tuple[int, Any]] = [(_WORKSPACE, c_uint64(_WORKSPACE_BYTES))]
             limits += [(key, c_uint32(size)) for key, size in zip(_ALIGNMENTS, self._alignments, strict=True)]
             for key, value in limits:
                 size = ctypes.c_size_t(ctypes.sizeof(value))
