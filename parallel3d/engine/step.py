@@ -97,7 +97,7 @@ class BatchRunner:
         dynamic = config.pipeline.shapes == "dynamic" or model.dynamic_shape
         self._messages = Messages(transport, model.device, dynamic)
         self._units = units
-        self._executor = _executor_kind(config, model, update.policy)(
+        self._executor = _executor_kind(config, model, update.policy, self.fp8)(
             model, self._messages, update.reducer, update.sharded.gather, precision, on_loss, units
         )
 
@@ -208,11 +208,11 @@ def evaluating(model: PipelineModule) -> Iterator[None]:
             module.training = mode
 
 
-def _executor_kind(config: Config, model: PipelineModule, policy: ZeroPolicy) -> Callable[..., Executor]:
+def _executor_kind(config: Config, model: PipelineModule, policy: ZeroPolicy, fp8: Fp8) -> Callable[..., Executor]:
     if not config.compile.cuda_graphs:
         return Executor
     check_cuda_graphs(config, model, policy)
-    return partial(GraphedExecutor, CudaGraphs(model.device))
+    return partial(GraphedExecutor, CudaGraphs(model.device), fp8.cast_weights)
 
 
 def _lifetimes(stages: Sequence[tuple[Mapping[int, int], Mapping[int, ChunkUses]]], limits: LiveLimits) -> Lifetimes:
