@@ -108,7 +108,7 @@ class BatchRunner:
         """
         program = self.programs.get(num_micro_batches, training=True)
         splits = any(i.op is Op.BACKWARD_WEIGHT for i in program.instructions[self._model.stage_id])
-        if splits or self._update.policy.weight_dtype is not None:
+        if splits or self._update.policy.fuses:
             make_splittable(self._model, self._update.reducer.sink)
         if self.fp8.config.enabled:
             check_device(self._model.device)
