@@ -369,5 +369,5 @@ class GraphedExecutor(Executor):
         work.graph.replay()
         if work.drawing is None:
             work.drawing = self._graphs.drew(drawing)
-        self._reducer.sink.touched(work.arrives)
+        self._reducer.sink.replayed(work.arrives)
         return [output.clone() for output in work.outputs]
