@@ -347,7 +347,7 @@ class GradientSink:
         self.add(parameter, gradient)
         return parameter
 
-    def takes(self, parameter: Tensor) -> bool:
+    def __contains__(self, parameter: Tensor) -> bool:
         """Return whether gradients of `parameter` come here."""
         return parameter in self._ledger
 

@@ -159,8 +159,6 @@ class Engine:
             self.reports.monitor.begin(self.progress.global_steps + 1, self.progress.global_samples)
             loaded = self.data.next(data_iter if data_iter is not None else self.data.iterator, most)
             self.data.warn_of_sizes(loaded[0], len(loaded[1]))
-            if not all(module.training for module in self.pipeline_module.modules()):
-                self.pipeline_module.train()  # which takes a small model's step a millisecond
             self.update.reducer.start_step()
             batch, result = self._runner.run(loaded, training=True)
             num_micro_batches = len(batch.signatures)

@@ -148,6 +148,8 @@ class BatchRunner:
     ) -> tuple[Batch, BatchResult]:
         """Run a batch. loaded: its micro-batches and signatures, as TrainingData.next returns them."""
         micro_batches, signatures = loaded
+        if training and not all(module.training for module in self._model.modules()):
+            self._model.train()  # which takes a millisecond of a small model's step
         weight = 1.0 / (len(signatures) * self._groups.data.size)
         streams = [self.stream(m) for m in range(len(signatures))] if training else []
         scale = self._update.loss_scale
