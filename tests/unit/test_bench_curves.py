@@ -36,7 +36,7 @@ def arguments(monkeypatch: pytest.MonkeyPatch, text: str) -> argparse.Namespace:
 
 
 def test_tokens_walk_on_the_chain():
-    following = curve_run.successors(256)
+    following = torch.tensor(curve_run.successors(256))
     inputs, labels = curve_run.walk(TINY, 200, number=5)
     assert inputs.shape == labels.shape == (200, TINY.seq)
     assert torch.equal(inputs[:, 1:], labels[:, :-1])
@@ -136,12 +136,25 @@ def test_the_table_and_the_verdict():
     }
     assert largest_difference(far, PLAIN[0]) == (0.5, 2)
     rows = {row[0]: row[1:] for row in deviation_table(run)}
-    assert rows["a"] == ["5.0000", "3.0000", "", "", "", ""]
-    assert rows["b"] == ["5.0000", "3.0000", "0.1000", "2", "", ""]
-    assert rows["near"] == ["5.0000", "3.0200", "0.0200", "3", "0.0200", "yes"]
-    assert rows["far"] == ["5.0000", "3.0000", "0.5000", "2", "0.4000", "NO"]
+    assert rows["a"] == ["5.0000", "3.0000", "4.0000", "", "", "", ""]
+    assert rows["b"] == ["5.0000", "3.0000", "4.0333", "0.1000", "2", "", ""]
+    assert rows["near"] == ["5.0000", "3.0200", "4.0067", "0.0200", "3", "0.0200", "yes"]
+    assert rows["far"] == ["5.0000", "3.0000", "4.1667", "0.5000", "2", "0.4000", "NO"]
     assert "0.1000 nats; NOT WITHIN NOISE: far" in verdict(run)
     assert "all cases lie within noise" in verdict(run | {"cases": ["near"]})
+
+
+@pytest.mark.parametrize(
+    ("mean", "others", "passes"),
+    [(4.039, [], True), (4.041, [], False), (4.041, [4.05], True), (3.959, [4.05], True), (3.94, [4.05], False)],
+)
+def test_fp8_may_differ_by_one_percent_or_as_bf16_does(mean: float, others: list[float], passes: bool):
+    """The means of the last 50 losses alone count; the first run is one of 4.0."""
+    first, *bf16 = [[start] * 7 + [value] * 50 for start, value in zip([13.0, 4.0], [4.0, *others], strict=False)]
+    names = ["a", "b"][: 1 + len(bf16)]
+    curves = dict(zip(names, [first, *bf16], strict=True)) | {"pp1-fp8": [9.0] * 7 + [mean] * 50}
+    run = {"curves": curves, "plain_bf16": names, "cases": ["pp1-fp8"]}
+    assert ("NOT" not in verdict(run)) is passes
 
 
 @pytest.mark.parametrize(

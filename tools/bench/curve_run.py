@@ -58,9 +58,12 @@ PLAIN = {
 
 
 @cache
-def successors(states: int) -> Tensor:
+def successors(states: int) -> list[list[int]]:
     """[states, len(CHANCES)]: where each state may go, the likeliest first."""
-    return torch.randint(states, (states, len(CHANCES)), generator=torch.Generator().manual_seed(0))
+    numbers: list[list[int]] = torch.randint(
+        states, (states, len(CHANCES)), generator=torch.Generator().manual_seed(0)
+    ).tolist()
+    return numbers
 
 
 def walk(size: Size, micro_batch: int, number: int) -> tuple[Tensor, Tensor]:
@@ -68,12 +71,12 @@ def walk(size: Size, micro_batch: int, number: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(number)
     states = min(size.vocab, STATES)
     chosen = torch.multinomial(torch.tensor(CHANCES), micro_batch * size.seq, replacement=True, generator=generator)
-    now = torch.randint(states, (micro_batch,), generator=generator)
-    tokens = [now]
-    for choice in chosen.view(size.seq, micro_batch):
-        now = successors(states)[now, choice]
+    now = torch.randint(states, (micro_batch,), generator=generator).tolist()
+    following, tokens = successors(states), [now]
+    for choices in chosen.view(size.seq, micro_batch).tolist():
+        now = [following[state][choice] for state, choice in zip(now, choices, strict=True)]
         tokens.append(now)
-    ids = torch.stack(tokens, dim=1)
+    ids = torch.tensor(tokens).t()
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 

@@ -45,6 +45,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--micro_batches", type=int, default=8, help="a step, of all replicas together")
     parser.add_argument("--lr", type=float, help=f"default: {TINY_LR:g} for tiny, else {LR:g}")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds a case may take, and the plain runs")
+    parser.add_argument(
+        "--without_plain", action="store_true", help="compare cases in fp8 with the others, and train no plain runs"
+    )
     parser.add_argument("--commit", help="of the code, where git can't say")
     parser.add_argument("--cpu", action="store_true", help="use no GPU")
     parser.add_argument("--out", type=Path, default=Path("curves.json"))
@@ -98,7 +101,7 @@ def plain_name(case: Case) -> str:
     axes = {"stages": case.pp, "replicas": case.dp, "tensor-parallel ranks": case.tp}
     words = [f"{size} {axis}" for axis, size in axes.items() if size > 1] or ["one process"]
     words += [f"schedule {case.schedule}"] * (case.pp > 1) + [f"ZeRO-{case.zero}"] * (case.zero > 0)
-    options = {"sp": "sequence-parallel", "bf16acc": "bf16 gradient sums"}
+    options = {"sp": "sequence-parallel", "bf16acc": "bf16 gradient sums", "fp8": "linears in fp8"}
     return ", ".join(words + [text for option, text in options.items() if option in case.options])
 
 
@@ -119,13 +122,13 @@ def plot(run: Mapping[str, Any], picture: Path) -> None:
     left.set_title("loss, all runs (they lie on one line)", fontsize=9)
     bands = [(min(losses) - one, max(losses) - one) for one, *losses in zip(plain[0], *plain, strict=True)]
     low, high = zip(*bands, strict=True)
-    right.fill_between(steps, low, high, color="0.8", label=f"noise: {len(plain)} runs of one process, other rounding")
+    right.fill_between(steps, low, high, color="0.8", label=f"noise: {len(plain)} runs in bf16, other rounding")
     for name in run["cases"]:
         curve = run["curves"][name]
         left.plot(steps, curve, linewidth=0.8)
         differences = [a - b for a, b in zip(curve, plain[0], strict=True)]
         right.plot(steps, differences, linewidth=1, label=plain_name(parse_case(name)))
-    right.set_title("difference from one process in plain PyTorch", fontsize=9)
+    right.set_title(f"difference from {run['plain_bf16'][0]}", fontsize=9)
     for axes in (left, right):
         axes.set_xlabel("step")
         axes.set_ylabel("nats a token")
@@ -148,20 +151,24 @@ def main() -> int:
     except CaseError as error:
         raise SystemExit(f"curves.py: {error}") from None
     env = environment(gpus)
-    curves = train("", *commands.pop(""), env, args.timeout)
-    plain = [name for name in curves if "bf16" in name]
-    if not plain:
-        raise SystemExit("curves.py: no plain run to compare with")
+    plainly, curves = commands.pop(""), {}
+    if not args.without_plain:
+        curves = train("", *plainly, env, args.timeout)
     for name, command in commands.items():
         curves |= train(name, *command, env, args.timeout)
+    in_fp8 = [name for name in names if "fp8" in parse_case(name).options]
+    compared = in_fp8 if args.without_plain else names
+    plain = [name for name in curves if name not in compared and name != "plain fp32"]
+    if not plain:
+        raise SystemExit("curves.py: no run to compare with")
     work = Workload(size, args.micro_batch, args.micro_batches, 0, args.steps)
     run = describe_run(args, gpus, work, "curves.py") | {"plain_bf16": plain}
-    run |= {"cases": [name for name in names if name in curves], "curves": curves}
+    run |= {"cases": [name for name in compared if name in curves], "curves": curves}
     args.out.write_text(json.dumps(run) + "\n", encoding="utf-8")
     print("", as_text(deviation_table(run)), "", verdict(run), sep="\n")
     if args.plot:
         plot(run, args.plot)
-    return 0 if len(run["cases"]) == len(names) and "NOT" not in verdict(run) else 1
+    return 0 if len(run["cases"]) == len(compared) and "NOT" not in verdict(run) else 1
 
 
 if __name__ == "__main__":
