@@ -45,10 +45,11 @@ class Port:
     - number: in PORTS, as a tensor on the CPU: the graph has it as an input, so that all layers of a kind share one graph. None
       until it is opened, too: where layers are traced on fake tensors, it could not be made.
     - trains_weight: whether the weight required gradients then.
+    - least_work: see make_splittable.
     """
 
-    def __init__(self, sink: GradientSink):
-        self.sink = sink
+    def __init__(self, sink: GradientSink, least_work: int = 0):
+        self.sink, self.least_work = sink, least_work
         self.token: Tensor | None = None
         self.number: Tensor | None = None
         self.trains_weight = False
@@ -59,7 +60,7 @@ class Port:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle a port as a closed one."""
-        return Port, (self.sink,)
+        return Port, (self.sink, self.least_work)
 
     def prepare(self, weight: Tensor | None, bias: Tensor | None) -> list[Tensor]:
         """Return which of these parameters require gradients now: those that will be let out."""

@@ -184,6 +184,10 @@ def linears(
     """Apply several linear layers to one input, each with its port; x enters once, and its gradient leaves once."""
     x, *parameters = _following_autocast(x, x, *(parameter for pair in pairs for parameter in pair))
     weights, biases = parameters[::2], parameters[1::2]
+    if boundary is NO_BOUNDARY and all(
+        p.least_work > x.numel() * w.shape[0] for p, w in zip(ports, weights, strict=True)
+    ):
+        return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     if is_in_graph(ports, weights):
         return in_graph.linears(ports, x, list(zip(weights, biases, strict=True)), boundary)
     outputs: tuple[Tensor, ...] = _apply(SplitLinears, tuple(port.sink for port in ports), boundary, x, *parameters)
@@ -270,9 +274,11 @@ class _SplitForward:
         if not (torch.is_grad_enabled() and _splits(layer, input)) or torch._C._are_functorch_transforms_active():
             return self._ordinary(layer, input)
         weight, compiles = layer._parameters["weight"], torch.compiler.is_compiling()
-        if not (is_in_graph([port], [weight]) if compiles else weight in port.sink):
+        is_linear = isinstance(layer, nn.Linear)
+        is_small = port.least_work > (input.numel() * weight.shape[0] if is_linear else 0)
+        if is_small or not (is_in_graph([port], [weight]) if compiles else weight in port.sink):
             return self._ordinary(layer, input)
-        if isinstance(layer, nn.Linear):
+        if is_linear:
             bias = layer._parameters["bias"]
             return linear(port, input, weight, bias) if compiles else _split_linear(port.sink, input, weight, bias)
         return embedding(port, input, weight, -1 if layer.padding_idx is None else layer.padding_idx)
@@ -318,19 +324,21 @@ def _can_split(layer: nn.Module) -> bool:
     return False
 
 
-def make_splittable(module: nn.Module, sink: GradientSink) -> None:
+def make_splittable(module: nn.Module, sink: GradientSink, least_work: int = 0) -> None:
     """Let `sink` take the weight and bias gradients of the linears and embeddings inside `module`, itself included.
 
     That includes SplittableLayers, and plain layers: instances without a `forward` of their own whose class has that of
     nn.Linear or nn.Embedding (dense, without max_norm and scale_grad_by_freq). Outside of `sink.deferring` and `sink.fusing`
     they compute the same as before. A call of a plain layer is not split if its weight is frozen, parametrized or in no sink,
     under autocast or under torch.func. Idempotent; another sink replaces the first.
+
+    least_work: multiply-adds of a call's product; those of fewer are left to autograd.
     """
     for layer in module.modules():
         if isinstance(layer, SplittableLayer):
-            layer.port = Port(sink)
+            layer.port = Port(sink, least_work)
         if _can_split(layer) and ("forward" not in vars(layer) or _SplitForward.of(layer) is not None):
-            layer.forward = _SplitForward(layer, Port(sink)).forward
+            layer.forward = _SplitForward(layer, Port(sink, least_work)).forward
 
 
 def _block_of(name: str) -> str:
@@ -354,7 +362,7 @@ def open_ports(module: nn.Module, sink: GradientSink) -> list[tuple[str, nn.Modu
     for name, layer in module.named_modules():
         own = layer if isinstance(layer, SplittableLayer) else _SplitForward.of(layer)
         if isinstance(layer, SplittableLayer):
-            layer.port = Port(sink)
+            layer.port = Port(sink, layer.port.least_work)
         if own is not None:
             opened.append((name, layer, own.port))
             parameters = layer._parameters.get("weight"), layer._parameters.get("bias")

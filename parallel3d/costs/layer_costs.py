@@ -134,11 +134,11 @@ def attach_sink(
     device: torch.device,
     weights: torch.dtype | None,
     accumulator_dtype: Callable[[torch.dtype], torch.dtype],
-    splittable: bool = True,
+    least_work: int | None = 0,
 ) -> tuple[GradientSink, list[nn.Parameter], list[Tensor]]:
     """Prepare a layer whose gradients go to a sink; return the sink, the parameters to train, and their accumulators.
 
-    accumulator_dtype: of a parameter's dtype as built; splittable: make its backwards splittable.
+    accumulator_dtype: of a parameter's dtype as built; least_work: of make_splittable, None to leave it out.
     """
     trained = [p.dtype for p in module.parameters() if p.requires_grad] if isinstance(module, nn.Module) else []
     parameters = [p for p in prepare(module, device, weights) if p.requires_grad]
@@ -146,8 +146,8 @@ def attach_sink(
     for parameter, dtype in zip(parameters, trained, strict=True):
         accumulators.append(torch.zeros(parameter.shape, dtype=accumulator_dtype(dtype), device=parameter.device))
         sink.attach(parameter, accumulators[-1])
-    if splittable and isinstance(module, nn.Module):
-        make_splittable(module, sink)
+    if least_work is not None and isinstance(module, nn.Module):
+        make_splittable(module, sink, least_work)
     return sink, parameters, accumulators
 
 

@@ -90,8 +90,8 @@ class ModelTraces:
         self._context = BuildContext(groups, torch.device("cpu"), sequence_parallel, independent)
         on_meta = model.device == "cuda" and model.precision.autocast is None
         self._fakes = (MetaFakes if on_meta else Fakes)(self._context, INSTEAD)
-        # Kind of layer, whether splittable -> the layer as it is trained, and its tensors for its profile.
-        self._modules: dict[tuple[int, bool], tuple[TrainedLayer, dict[str, Any]]] = {}
+        # Kind of layer, least_work of its backwards -> the layer as it is trained, and its tensors for its profile.
+        self._modules: dict[tuple[int, int | None], tuple[TrainedLayer, dict[str, Any]]] = {}
         self._tables: dict[int, int] = {}
         self._known: dict[Any, tuple[LayerProfile, TensorTree]] = {}
         loss = model.loss_fn
@@ -140,10 +140,10 @@ class ModelTraces:
         key = (kind, x.key, tie, policy)
         if key not in self._known:
             whole, split = (self._trace(kind, x, splits, policy) for splits in (False, True))
-            tensors = self._modules[kind, True][1]
+            tensors = self._modules[kind, 0][1]
             self._tables[kind] = max(self._tables.get(kind, 0), whole.tables, split.tables)
             made = _make_profile(layer_name(layer), whole, split, tie=tie, tables=self._tables[kind], **tensors)
-            if isinstance(layer, TiedLayerSpec) and not self._model.policy.fuses:
+            if isinstance(layer, TiedLayerSpec) and self._model.policy.fused_from is None:
                 attributes = layer.tied_weight_attr
                 tied = [p for n, p in made.parameters if any(n == a or n.startswith(a + ".") for a in attributes)]
                 made = replace(made, tied_gradient=sum(parameter.nbytes for parameter in tied))
@@ -152,19 +152,19 @@ class ModelTraces:
 
     def _trace(self, kind: int, x: TensorTree, splits: bool, policy: SelectivePolicy | None) -> LayerTrace:
         precision, fakes = self._model.precision, self._fakes
-        splittable = splits or self._model.policy.fuses
-        if (kind, splittable) in self._modules:
-            return self._run(self._modules[kind, splittable][0], x, splits, policy)
+        least_work = 0 if splits else self._model.policy.fused_from
+        if (kind, least_work) in self._modules:
+            return self._run(self._modules[kind, least_work][0], x, splits, policy)
         layer = self._model.distinct[kind]
 
         def traced(module: Any) -> LayerTrace:
             tensors = _tensors_of(module, precision.weights)
             with fakes.mode, fakes.device:
                 accumulates = self._model.policy.accumulator_dtype
-                trains = attach_sink(module, fakes.device, precision.weights, accumulates, splittable)
+                trains = attach_sink(module, fakes.device, precision.weights, accumulates, least_work)
             trained = TrainedLayer(bind_forward(layer, module), precision, *trains)
             result = self._run(trained, x, splits, policy)
-            self._modules[kind, splittable] = trained, tensors
+            self._modules[kind, least_work] = trained, tensors
             return result
 
         return fakes.first_that_works(layer, traced)

@@ -108,8 +108,9 @@ class BatchRunner:
         """
         program = self.programs.get(num_micro_batches, training=True)
         splits = any(i.op is Op.BACKWARD_WEIGHT for i in program.instructions[self._model.stage_id])
-        if splits or self._update.policy.fuses:
-            make_splittable(self._model, self._update.reducer.sink)
+        fused_from = 0 if splits else self._update.policy.fused_from
+        if fused_from is not None:
+            make_splittable(self._model, self._update.reducer.sink, fused_from)
         if self.fp8.config.enabled:
             check_device(self._model.device)
             use_fp8(linears_of(self._model), self.fp8, self._update.reducer.sink, self._groups.control)

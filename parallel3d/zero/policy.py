@@ -16,6 +16,9 @@ from parallel3d.schedule.lifetimes import NEVER, LiveLimits, live_choices
 _SHARE = 0.1
 # Most elements whose gradients are copied into the masters' dtype at a time, unless one tensor has more: 256 MiB in fp32.
 COPIED_NUMEL = 2**26
+# Multiply-adds of a weight gradient, 0.15 ms of an H100 in bf16, from which it is added past autograd where that could add it
+# itself: that saves the device a pass over memory, and takes the host a function in Python.
+_WORTH_FUSING = 5 * 10**10
 # Most elements of a buffer of the window: 64 MiB in fp32, long enough for the full rate of a link.
 _WINDOW = 1 << 24
 # Spans that are read from disk before a buffer of the window is free for them, and that are written at a time.
@@ -84,10 +87,11 @@ class ZeroPolicy:
     bucket_size: largest number of elements of a gradient bucket; weight_dtype: dtype of the layers' weights, None for the
     one they were built in; gradient_dtype: dtype of the accumulators, None for the wider of fp32 and the weights' dtype;
     communication_dtype: dtype of reductions, None for the accumulators'; reduce_per_micro_batch: only from stage 2 on, reduce
-    in every micro-batch's backward, so that unsharded gradients are never held; fuses: whether whole
-    backwards of linears and embeddings add weight gradients to the accumulators past autograd, which would write, read and add
-    them once more; largest_whole: with stage 3, weights of units of at most this number of elements are whole on every rank;
-    offload: how optimizer state is kept on the host, if it is; weight_offload: likewise of the weights' shards.
+    in every micro-batch's backward, so that unsharded gradients are never held; fused_from: whole backwards of linears with
+    at least this number of multiply-adds add weight gradients to the accumulators past autograd, which would write, read
+    and add them once more, None if none does; largest_whole: with stage 3, weights of units of at most this number of elements are
+    whole on every rank; offload: how optimizer state is kept on the host, if it is; weight_offload: likewise of the weights'
+    shards.
     """
 
     stage: int
@@ -96,7 +100,7 @@ class ZeroPolicy:
     gradient_dtype: torch.dtype | None = None
     communication_dtype: torch.dtype | None = None
     reduce_per_micro_batch: bool = False
-    fuses: bool = False
+    fused_from: int | None = None
     largest_whole: int = 0
     offload: OptimizerOffload | None = None
     weight_offload: WeightOffload | None = None
@@ -138,10 +142,10 @@ def make_policy(
         too_large if zero.reduce_per_micro_batch == "auto" else zero.reduce_per_micro_batch
     )
     gradient_dtype = DTYPES[accumulators] if accumulators else None
-    # Where autograd itself can add to the accumulators, functions in Python would cost the host more than they save the device.
-    # In graphs no Python runs, or none that the device waits for.
-    in_graphs = config.compile.enabled or config.compile.cuda_graphs
-    by_autograd = gradient_dtype == weight_dtype and not (per_micro_batch or in_graphs or config.fp8.enabled)
+    # Whether autograd itself can add to the accumulators. Where the host replays graphs it has no time to lose.
+    by_autograd = gradient_dtype == weight_dtype and not (
+        per_micro_batch or config.compile.cuda_graphs or config.fp8.enabled
+    )
     return ZeroPolicy(
         stage=zero.stage,
         bucket_size=min(zero.reduce_bucket_size, zero.allgather_bucket_size),
@@ -149,7 +153,7 @@ def make_policy(
         gradient_dtype=gradient_dtype,
         communication_dtype=DTYPES[communication] if communication else None,
         reduce_per_micro_batch=per_micro_batch,
-        fuses=weight_dtype is not None and not by_autograd,
+        fused_from=None if weight_dtype is None else _WORTH_FUSING if by_autograd else 0,
         largest_whole=zero.stage3_param_persistence_threshold,
         offload=_offload(zero, config.aio),
         weight_offload=_weight_offload(zero, config.aio, shard_numel),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import parallel3d
 from parallel3d.zero import optimizer as sharded
+from parallel3d.zero import policy
 
 STEPS, ACCUMULATION, DP, SAMPLES, WIDTH, SCALE = 4, 2, 2, 3, 12, 2.0**10
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -152,25 +153,43 @@ def test_an_own_optimizer_trains_as_torch_does(run_ranks, own: str, zero: dict[s
         assert all(torch.equal(found, weight) for found, weight in zip(found_weights, weights, strict=True))
 
 
-def way_of_linear(accumulators: str, **config: Any) -> str:
-    """The name of the function of autograd by which an engine computes a bf16 linear in training."""
-    module = nn.Sequential(nn.Linear(4, 4))
-    engine, *_ = parallel3d.initialize(
-        model=module,
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "optimizer": {"type": "SGD"},
-            "bf16": {"enabled": True},
-            "data_types": {"grad_accum_dtype": accumulators},
-            "steps_per_print": None,
-            **config,
-        },
-    )
-    return str(engine(torch.ones(1, 4)).grad_fn.name())
+def train_linears(accumulators: str, compiles: bool, worth_fusing: int) -> tuple[list[str], list[float]]:
+    """In bf16 on one rank. Returns which functions compute a linear of 32 multiply-adds and one of 64, and the losses."""
+    torch.manual_seed(1)
+    layers = [nn.Linear(4, 8), nn.Linear(8, 8)]
+    with mock.patch.object(policy, "_WORTH_FUSING", worth_fusing):
+        engine, *_ = parallel3d.initialize(
+            model=nn.Sequential(nn.Sequential(*layers)),
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "gradient_accumulation_steps": 2,
+                "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+                "bf16": {"enabled": True},
+                "data_types": {"grad_accum_dtype": accumulators},
+                "compile": {"enabled": compiles, "backend": "aot_eager"},
+                "steps_per_print": None,
+            },
+        )
+    x, ways = torch.ones(1, 4, dtype=torch.bfloat16), []
+    for layer in layers:
+        x = layer(x)
+        assert x.grad_fn is not None
+        ways.append(x.grad_fn.name().removesuffix("0").removesuffix("Backward"))
+    losses = []
+    for _ in range(6):
+        loss = engine(torch.ones(1, 4)).square().sum()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return ways, losses
 
 
-def test_what_autograd_can_add_is_left_to_it(run_ranks):
-    (own,) = run_ranks(1, way_of_linear, "bf16")
-    (wider,) = run_ranks(1, way_of_linear, "fp32")
-    assert own.startswith("AddmmBackward")
-    assert wider.startswith("SplitLinear")
+@pytest.mark.parametrize("compiles", [False, True])
+def test_what_autograd_can_add_is_left_to_it_if_it_is_small(run_ranks, compiles: bool):
+    ((wider, _),) = run_ranks(1, train_linears, "fp32", compiles, 64)
+    ((mixed, losses),) = run_ranks(1, train_linears, "bf16", compiles, 64)
+    ((by_autograd, same),) = run_ranks(1, train_linears, "bf16", compiles, 65)
+    assert (wider, mixed) == (["SplitLinear", "SplitLinear"], ["Addmm", "SplitLinear"])
+    assert by_autograd == ["Addmm", "Addmm"]
+    assert losses[-1] < losses[0] / 2
+    assert losses == pytest.approx(same, rel=0.02)
