@@ -87,9 +87,9 @@ class ZeroPolicy:
     bucket_size: largest number of elements of a gradient bucket; weight_dtype: dtype of the layers' weights, None for the
     one they were built in; gradient_dtype: dtype of the accumulators, None for the wider of fp32 and the weights' dtype;
     communication_dtype: dtype of reductions, None for the accumulators'; reduce_per_micro_batch: only from stage 2 on, reduce
-    in every micro-batch's backward, so that unsharded gradients are never held; fused_from: whole backwards of linears with
-    at least this number of multiply-adds add weight gradients to the accumulators past autograd, which would write, read
-    and add them once more, None if none does; largest_whole: with stage 3, weights of units of at most this number of elements are
+    in every micro-batch's backward, so that unsharded gradients are never held; fused_from: whole backwards of linears with at
+    least this number of multiply-adds add weight gradients to the accumulators past autograd, which would write, read and add
+    them once more, None if none does; largest_whole: with stage 3, weights of units of at most this number of elements are
     whole on every rank; offload: how optimizer state is kept on the host, if it is; weight_offload: likewise of the weights'
     shards.
     """
