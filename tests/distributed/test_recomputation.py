@@ -220,9 +220,12 @@ def test_auto_fits_its_budget_and_changes_no_number(run_ranks, ranks: int, sched
 
     plain = run_ranks(ranks, train_decoder, schedule, "none", None)
     budget = 0.9 * max(most(report) for *_, report in plain)
-    chosen = run_ranks(ranks, train_decoder, schedule, "auto", budget / 2**30)
+    policy = "auto" if ranks == 1 else {"Block": "auto", "TokenEmbedding": "full"}
+    chosen = run_ranks(ranks, train_decoder, schedule, policy, budget / 2**30)
     assert [losses for losses, *_ in chosen] == [losses for losses, *_ in plain]
-    assert any(len(set(policies)) > 1 for _, policies, *_ in chosen)
+    embedding, *blocks, _, _ = [own for _, policies, *_ in chosen for own in policies]
+    assert embedding == ("none" if ranks == 1 else "full")
+    assert len(set(blocks)) > 1
     assert 0.75 * budget < max(most(report) for *_, report in chosen) <= budget
     with pytest.raises(RankError, match=r'"auto" traces the layers on a sample.* pass sample_input='):
         run_ranks(ranks, train, {}, 0.0, 1, {"activation_checkpointing": {"policy": "auto", "memory_budget": 1}})
