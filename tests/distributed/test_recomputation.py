@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from functools import partial
@@ -246,21 +247,27 @@ def test_the_report_tells_what_each_layer_holds_under_its_policy(run_ranks):
     assert compiled[4] // element == wanted[4]
 
 
-def bench() -> list[dict[str, Any]]:
+def bench() -> tuple[list[dict[str, Any]], list[str]]:
     sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
     import recomputation
     from planned_run import model_of
 
     model = model_of("tiny", {"bf16": {"enabled": True}})
-    return recomputation.measure(model, recomputation.Workload("tiny", 64, 2, 2, 1, 1), "eager", False)
+    rows = recomputation.measure(model, recomputation.Workload("tiny", 64, 2, 4, 1, 1), "eager", False)
+    return rows, recomputation.verdicts(rows)
 
 
 def test_the_benchmark_measures_what_is_predicted(run_ranks):
-    (rows,) = run_ranks(1, bench)
-    held = {row["policy"]: row["gib"] for row in rows}
-    assert held == pytest.approx({row["policy"]: row["predicted_gib"] for row in rows}, rel=0.03)
+    ((rows, verdicts),) = run_ranks(1, bench)
+    held = {row["policy"]: row["gib"] for row in rows if row["policy"] != "auto"}
+    assert held == pytest.approx({p: row["predicted_gib"] for p, row in zip(held, rows, strict=False)}, rel=0.03)
     assert held["none"] > held["cheap"] > held["attention"] > held["full"] > 0
     assert all(len(row["ms"]) == 1 for row in rows)
+    cheap, roomy, tight = verdicts
+    assert cheap.startswith(f"eager cheap: bytes of none {held['cheap'] / held['none']:.3f} (")
+    for row, verdict, best in zip(rows[4:], (roomy, tight), ("(cheap|attention|full)", "full"), strict=True):
+        assert re.match(rf"eager auto: GiB [\d.]+ \(limit [\d.]+\), time of {best} ", verdict)
+        assert len(row["policies"]) > 1
 
 
 def refusal(arguments: dict[str, Any], pipeline: dict[str, Any]) -> str:

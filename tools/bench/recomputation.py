@@ -84,7 +84,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--how", default="eager,compiled", help="eager, compiled or both, separated by a comma")
     parser.add_argument("--peaks", default="1b,3b", help="models to train: 1b, 3b, tiny; '' for none")
     parser.add_argument(
-        "--budget", type=float, default=290.0, help="seconds of all; trainings that are too long are skipped"
+        "--budget", type=float, default=280.0, help="seconds of all; trainings that are too long are skipped"
     )
     parser.add_argument("--commit", help="of the code, where git can't say")
     parser.add_argument("--cpu", action="store_true", help="use no GPU")
