@@ -28,8 +28,8 @@ LAYOUTS = [
     Layout(pp=2, accumulation=4, schedule="zb-h1", checkpointing=1),
     Layout(dp=2, accumulation=2, zero="1", optimizer="AdamW"),
     Layout(pp=2, dp=2, accumulation=2, chunks=2, schedule="zbv", placement="v", zero="2 per micro-batch"),
-    Layout(pp=2, dp=2, accumulation=2, zero="3", checkpointing=2),
-    Layout(accumulation=4, schedule="split", dropout=0.2),
+    Layout(pp=2, dp=2, accumulation=2, zero="3", checkpointing="cheap"),
+    Layout(accumulation=4, schedule="split", dropout=0.2, checkpointing="attention"),
 ]
 
 
