@@ -302,7 +302,8 @@ def measure_peaks(models: Sequence[str], args: argparse.Namespace, budget: float
     status = plan_accuracy.main([*words, *(["--commit", args.commit] if args.commit else [])])
     rows = json.loads(out.read_text(encoding="utf-8"))["evaluation"]["rows"]
     worst = max((abs(error) for row in rows for error in peak_errors(row)), default=0.0)
-    print(f"Peaks are {worst:.1%} off at most ({'limit' if worst <= PEAK else 'MORE THAN'} {PEAK:.0%}).")
+    limit = f"{'limit' if worst <= PEAK else 'MORE THAN'} {PEAK:.0%}"
+    print(f"Peaks of {len(rows)} of {len(layouts)} trainings are {worst:.1%} off at most ({limit}).")
     return status
 
 
