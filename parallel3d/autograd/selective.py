@@ -168,7 +168,7 @@ def recomputed_in_graph(function: Callable[..., Any], policy: str) -> Callable[.
 
 
 def _run_in_graph(policy: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    options = {} if policy == "full" else {"context_fn": partial(selective_contexts, policy == "cheap")}
+    options: dict[str, Any] = {} if policy == "full" else {"context_fn": partial(selective_contexts, policy == "cheap")}
     return checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
 
 
