@@ -30,6 +30,7 @@ from parallel3d.autograd.in_graph import (
 )
 from parallel3d.autograd.products import NO_BOUNDARY, Pair, RegionBoundary, rows_of
 from parallel3d.autograd.recipes import Product, Recipe, RowSum, Value
+from parallel3d.autograd.selective import kept
 from parallel3d.autograd.sink import GradientSink
 from parallel3d.comm.collectives import Group
 from parallel3d.config import Fp8Config
@@ -209,19 +210,27 @@ class _Linears(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.layers, ctx.before, ctx.after, ctx.parameters = layers, before, after, parameters
         weights: Any = parameters[::2]
-        entered, fp8 = before.enter(x)(), layers[0].fp8
-        ctx.shape = entered.shape
+        ctx.shape, casts_for_weight = before.entered(x.shape), layers[0].fp8.casts_for_weight
         needs_weight = learns and any(ctx.needs_input_grad[5::2])
-        keeps_cast = needs_weight and fp8.casts_for_weight and entered is x
-        rows, columns = layers[0].cast_input(rows_of(entered), True, keeps_cast)
-        kept = (x if needs_weight else None, None) if columns is None else (columns.values, columns.inverse_scale)
-        ctx.save_for_backward(*kept, *weights)
-        outputs = []
-        for layer, weight, bias in zip(layers, weights, parameters[1::2], strict=True):
-            y = multiply(_made(rows), layer.cast_weight(weight, False), x.dtype)
-            y = y if bias is None else y.add_(bias)
-            outputs.append(after.leave(y.view(*entered.shape[:-1], -1))())
-        return tuple(outputs)
+        keeps_cast = needs_weight and casts_for_weight and ctx.shape == x.shape
+        columns: Scaled | None = None
+
+        def multiplied() -> list[Tensor]:
+            nonlocal columns
+            rows, columns = layers[0].cast_input(rows_of(before.enter(x)()), True, keeps_cast)
+            outputs = []
+            for layer, weight, bias in zip(layers, weights, parameters[1::2], strict=True):
+                y = multiply(_made(rows), layer.cast_weight(weight, False), x.dtype)
+                y = y if bias is None else y.add_(bias)
+                outputs.append(after.leave(y.view(*ctx.shape[:-1], -1))())
+            return outputs
+
+        outputs = kept("products in fp8", multiplied, len(weights) + needs_weight + keeps_cast)
+        if keeps_cast and columns is None:  # in a recomputation that has kept the outputs
+            _, columns = layers[0].cast_input(rows_of(x), False, True)
+        saved = (x if needs_weight else None, None) if columns is None else (columns.values, columns.inverse_scale)
+        ctx.save_for_backward(*saved, *weights)
+        return outputs
 
     @staticmethod
     @once_differentiable

@@ -157,19 +157,19 @@ def selective_contexts(keeps_attention: bool) -> tuple[AbstractContextManager[An
     return _Operators(region, keeps_attention, False), _Operators(region, keeps_attention, True)
 
 
-def recomputed_in_graph(function: Callable[..., Any], keeps_attention: bool) -> Callable[..., Any]:
-    """Return `function` for torch.compile: the backward of its graph recomputes what a selective region does.
+def recomputed_in_graph(function: Callable[..., Any], policy: str) -> Callable[..., Any]:
+    """Return `function` for torch.compile: the backward of its graph recomputes by a policy, "cheap", "attention" or "full".
 
     Without it the graph of a layer keeps the operands of all products, which the compiler recomputes for none.
     """
     # A graph has no in-place operators left, of which torch warns at each first compilation.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    return partial(_run_in_graph, policy, function)
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        context_fn = partial(selective_contexts, keeps_attention)
-        return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
 
-    return run
+def _run_in_graph(policy: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    options: dict[str, Any] = {} if policy == "full" else {"context_fn": partial(selective_contexts, policy == "cheap")}
+    return checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
 
 
 def _choice_in_graph(

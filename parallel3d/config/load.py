@@ -179,7 +179,7 @@ class Reading:
         if inner is not None and isinstance(value, Mapping):
             kept[key] = self._supported(value, inner, f"{where}.")
             return
-        open_autos = [] if value == AUTO and AUTO in _words(annotation) else list(autos(value, where))
+        open_autos = [] if AUTO in _words(annotation) else list(autos(value, where))
         if open_autos and key not in section.unset_by_auto:
             self.problems.extend(_explain_auto(path, section.model_fields[key], where) for path in open_autos)
         elif not open_autos:

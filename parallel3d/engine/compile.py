@@ -95,7 +95,7 @@ class Compilation:
         policy = self._model.calls.policy_of(module)
         if policy in SELECTIVE:
             self._model.calls.leave_to_graph(module)
-            options = {**options, "around": partial(recomputed_in_graph, keeps_attention=policy == "cheap")}
+            options = {**options, "around": partial(recomputed_in_graph, policy=policy)}
         if type(module).compile is nn.Module.compile:
             module._compiled_call_impl = FirstShapes(module._call_impl, type(module).__name__, **options)
         else:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from parallel3d.autograd.recomputation import Checkpointer
+from parallel3d.autograd.selective import recomputed_in_graph
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.pipe.blocks import units_of
+from parallel3d.config import RecomputationPolicy, leaves_open
+from parallel3d.errors import ConfigError
+from parallel3d.pipe.blocks import blocks_of, units_of
+from parallel3d.pipe.layer_choice import policy_rule
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.rng import EnterLayer, same_stream
 
@@ -20,7 +27,7 @@ class SingleStageModule(PipelineModule):
 
     A micro-batch is the module's input: a mapping is passed as keywords, a tuple or list as arguments, anything else as the
     one argument. The module's result is the loss or contains it: as `.loss`, under "loss", or first in a tuple or list.
-    Parameters keep the names that the module gives them.
+    Parameters keep the names that the module gives them. What is recomputed in the backward are its blocks, see units_of.
     """
 
     def __init__(self, model: nn.Module, groups: ProcessGroups | None = None):
@@ -37,6 +44,29 @@ class SingleStageModule(PipelineModule):
     def pair(self, micro_batch: Any) -> tuple[Any, Any]:
         """Return the whole micro-batch as inputs. A mapping becomes a dict, because pytrees look into no other."""
         return dict(micro_batch) if isinstance(micro_batch, Mapping) else micro_batch, None
+
+    def use_checkpointer(self, checkpointer: Checkpointer) -> None:
+        """Recompute the module's blocks by the checkpointer's policy. Raises ConfigError where that can't be done."""
+        super().use_checkpointer(checkpointer)
+        policies = checkpointer.settings.policy
+        if policies is None:  # the module may recompute by itself
+            return
+        blocks = blocks_of(self.layers["0"])
+        if leaves_open(policies) or not blocks:
+            reason = (
+                'is "auto", which needs a PipelineModule' if blocks else "needs blocks, in a ModuleList or named by "
+            )
+            reason += "" if blocks else "parallel3d.zero.set_z3_leaf_modules, and the model has none"
+            raise ConfigError(
+                f"activation_checkpointing.policy {reason}; leave it out, or call parallel3d.checkpointing.checkpoint "
+                "in the model"
+            )
+        policy_of = policy_rule(None, policies, [type(block).__name__ for block in blocks])
+        for k, block in enumerate(blocks):
+            known = getattr(vars(block).get("forward"), "__self__", None)
+            plain = known.plain if isinstance(known, _Recomputing) else block.forward  # of an earlier engine
+            policy = policy_of(k, block)
+            vars(block)["forward"] = plain if policy == "none" else _Recomputing(plain, checkpointer, policy).forward
 
     def forward_chunk(self, chunk: int, x: Any, enter: EnterLayer = same_stream) -> Any:
         """Run the module on a micro-batch."""
@@ -67,3 +97,26 @@ def _loss_of(outputs: Any, _: Any) -> Tensor:
             '"loss", or a tuple that begins with it), or use engine(...), engine.backward(loss) and engine.step()'
         )
     return loss
+
+
+class _Recomputing:
+    """Has the replacement of a block's forward, its own method `forward`, so that a copy of the block calls a copy.
+
+    plain: the block's forward.
+    """
+
+    def __init__(self, plain: Callable[..., Any], checkpointer: Checkpointer, policy: RecomputationPolicy):
+        self.plain, self._run = plain, partial(checkpointer.under(policy), plain)
+        self._in_graph = recomputed_in_graph(plain, policy)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block, and again in its backward what the policy says."""
+        if torch.is_grad_enabled():  # a cache of keys and values would get them twice
+            args = tuple([None if _is_cache(value) else value for value in args])
+            kwargs = {name: value for name, value in kwargs.items() if not _is_cache(value)}
+        run = self._in_graph if torch.compiler.is_compiling() else self._run
+        return run(*args, **kwargs)
+
+
+def _is_cache(value: object) -> bool:
+    return hasattr(value, "get_seq_length")  # a Cache of Hugging Face's

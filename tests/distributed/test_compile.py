@@ -62,7 +62,7 @@ def _graphs() -> int:
 
 @pytest.mark.parametrize(
     ("dp", "stages", "schedule", "checkpointing", "stage"),
-    [(1, 2, "zb-h1", "cheap", 1), (2, 1, "1f1b", "attention", 2), (2, 1, "zb-h1", 0, 3), (2, 1, "1f1b", 2, 3)],
+    [(1, 2, "zb-h1", "cheap", 1), (2, 1, "1f1b", "attention", 2), (2, 1, "zb-h1", "cheap", 3), (2, 1, "1f1b", 2, 3)],
 )
 def test_compiled_layers_train_like_one_plain_process(
     run_ranks, dp: int, stages: int, schedule: str, checkpointing: int | str, stage: int
@@ -79,7 +79,7 @@ def test_compiled_layers_train_like_one_plain_process(
 
 
 def test_compiled_slices_train_like_one_plain_process(run_ranks):
-    layout = layouts3d.Layout(1, 2, 1, "1", True, "zb-h1", True, True, "SGD")
+    layout = layouts3d.Layout(1, 2, 1, "1", True, "zb-h1", True, True, "SGD", "attention")
     ranks = run_ranks(2, layouts3d.train, layout, False, {"compile": COMPILE})
     layouts3d.check(ranks, layouts3d.wanted(1, True, True, "SGD"))
 

@@ -14,9 +14,12 @@ from fp8_reference import into_fp8
 from layouts import BASE_SEED, Layout, Run, check, enter_layer, make_optimizer, run_reference, train
 from reference import Reference, build, distance
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import parallel3d
 from parallel3d.autograd.fp8 import Fp8
+from parallel3d.autograd.recomputation import Checkpointer
 from parallel3d.autograd.sink import GradientSink
 from parallel3d.comm.collectives import Group
 from parallel3d.config import Fp8Config
@@ -28,8 +31,8 @@ LAYOUTS = [
     Layout(pp=2, accumulation=4, schedule="zb-h1", checkpointing=1),
     Layout(dp=2, accumulation=2, zero="1", optimizer="AdamW"),
     Layout(pp=2, dp=2, accumulation=2, chunks=2, schedule="zbv", placement="v", zero="2 per micro-batch"),
-    Layout(pp=2, dp=2, accumulation=2, zero="3", checkpointing=2),
-    Layout(accumulation=4, schedule="split", dropout=0.2),
+    Layout(pp=2, dp=2, accumulation=2, zero="3", checkpointing="cheap"),
+    Layout(accumulation=4, schedule="split", dropout=0.2, checkpointing="attention"),
 ]
 
 
@@ -117,8 +120,24 @@ def test_the_loss_follows_that_of_bf16(run_ranks):
     assert calls == pytest.approx(got[:8], rel=1e-6)
 
 
+class Communication(TorchDispatchMode):
+    """Counts the collectives of activations and their gradients, which scales are much smaller than."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        sizes = [leaf.numel() for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        self.count += operator.namespace == "c10d" and max(sizes) > 100
+        return operator(*args, **(kwargs or {}))
+
+
 def slice_linears(recipe: str) -> list[float]:
-    """How far a column and a row layer are from whole ones: output, gradient of the input, those of the weights."""
+    """How far a column and a row layer are from whole ones: output, gradient of the input, those of the weights.
+
+    Both layers are one region whose element-wise results are recomputed.
+    """
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 48))
     group = Group(tuple(range(dist.get_world_size())), dist.group.WORLD)
@@ -132,10 +151,12 @@ def slice_linears(recipe: str) -> list[float]:
     x = (torch.randn(6, 32) * torch.logspace(-2, 2, 32)).requires_grad_()
     gradient = torch.randn(6, 48) * torch.logspace(-2, 2, 48)
     results = []
-    for model in (layers, whole):
+    for model in (partial(Checkpointer().under("cheap"), layers), whole):
         inputs = x.detach().clone().requires_grad_()
         y = model(inputs)
-        y.backward(gradient)
+        with Communication() as communication:
+            y.backward(gradient)
+        assert communication.count == (model is not whole), "the gradient of the input alone is summed"
         results.append((y.detach(), inputs.grad))
     weights = [
         (own.weight.grad, slicing_of(own.weight).part_of(other.weight.grad))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from layouts3d import ALL, Layout, check, cover, train, wanted
+import torch
+from layouts3d import ALL, Held, Layout, check, cover, train, wanted
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -20,3 +23,15 @@ def test_losses_norms_and_weights_equal_one_process(run_ranks, layout: Layout):
 def test_losses_by_tokens_over_slices(run_ranks):
     layout = Layout(2, 2, 1, "1", True, "1f1b", True, True, "SGD")
     check(run_ranks(4, train, layout, True), wanted(1, True, True, "SGD"))
+
+
+def train_by_policies(layout: Layout) -> list[tuple[list[float], list[float], Held]]:
+    return [train(replace(layout, policy=policy)) for policy in ("none", "cheap", "attention", "full")]
+
+
+def test_policies_change_no_bit(run_ranks):
+    layout = Layout(2, 2, 1, "1", True, "zb-h1", True, True, "AdamW")
+    for plain, *others in run_ranks(4, train_by_policies, layout):
+        for losses, norms, held in others:
+            assert (losses, norms) == plain[:2]
+            assert all(torch.equal(held[name][1], values) for name, (_, values) in plain[2].items())

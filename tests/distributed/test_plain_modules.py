@@ -213,6 +213,8 @@ def misuse(kind: str) -> str:
             engine.train_batch(iter([micro_batch(0)] * 2))
         elif kind == "stages":
             make(1, pipeline={"stages": 2})
+        elif kind == "no blocks":
+            make(1, activation_checkpointing={"policy": "cheap"})
         elif kind == "no loss":
             engine.module.forward = engine.module.logits
             engine.train_batch(iter([(micro_batch(0)["ids"],)] * 2))
@@ -233,6 +235,10 @@ def misuse(kind: str) -> str:
         ("no metrics", "only engine.step({'metrics': ...})"),
         ("thawed", "parameter frozen.weight was frozen when initialize was called"),
         ("stages", "the model is a Model, for which it is 1; build a PipelineModule of its layers ("),
+        (
+            "no blocks",
+            "needs blocks, in a ModuleList or named by parallel3d.zero.set_z3_leaf_modules, and the model has none",
+        ),
         ("no loss", "one element, or (sum, count), not [3, 5, 11]"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from functools import partial
@@ -220,9 +221,12 @@ def test_auto_fits_its_budget_and_changes_no_number(run_ranks, ranks: int, sched
 
     plain = run_ranks(ranks, train_decoder, schedule, "none", None)
     budget = 0.9 * max(most(report) for *_, report in plain)
-    chosen = run_ranks(ranks, train_decoder, schedule, "auto", budget / 2**30)
+    policy = "auto" if ranks == 1 else {"Block": "auto", "TokenEmbedding": "full"}
+    chosen = run_ranks(ranks, train_decoder, schedule, policy, budget / 2**30)
     assert [losses for losses, *_ in chosen] == [losses for losses, *_ in plain]
-    assert any(len(set(policies)) > 1 for _, policies, *_ in chosen)
+    embedding, *blocks, _, _ = [own for _, policies, *_ in chosen for own in policies]
+    assert embedding == ("none" if ranks == 1 else "full")
+    assert len(set(blocks)) > 1
     assert 0.75 * budget < max(most(report) for *_, report in chosen) <= budget
     with pytest.raises(RankError, match=r'"auto" traces the layers on a sample.* pass sample_input='):
         run_ranks(ranks, train, {}, 0.0, 1, {"activation_checkpointing": {"policy": "auto", "memory_budget": 1}})
@@ -243,21 +247,27 @@ def test_the_report_tells_what_each_layer_holds_under_its_policy(run_ranks):
     assert compiled[4] // element == wanted[4]
 
 
-def bench() -> list[dict[str, Any]]:
+def bench() -> tuple[list[dict[str, Any]], list[str]]:
     sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
     import recomputation
     from planned_run import model_of
 
     model = model_of("tiny", {"bf16": {"enabled": True}})
-    return recomputation.measure(model, recomputation.Workload("tiny", 64, 2, 2, 1, 1), "eager", False)
+    rows = recomputation.measure(model, recomputation.Workload("tiny", 64, 2, 4, 1, 1), "eager", False)
+    return rows, recomputation.verdicts(rows)
 
 
 def test_the_benchmark_measures_what_is_predicted(run_ranks):
-    (rows,) = run_ranks(1, bench)
-    held = {row["policy"]: row["gib"] for row in rows}
-    assert held == pytest.approx({row["policy"]: row["predicted_gib"] for row in rows}, rel=0.03)
+    ((rows, verdicts),) = run_ranks(1, bench)
+    held = {row["policy"]: row["gib"] for row in rows if row["policy"] != "auto"}
+    assert held == pytest.approx({p: row["predicted_gib"] for p, row in zip(held, rows, strict=False)}, rel=0.03)
     assert held["none"] > held["cheap"] > held["attention"] > held["full"] > 0
     assert all(len(row["ms"]) == 1 for row in rows)
+    cheap, roomy, tight = verdicts
+    assert cheap.startswith(f"eager cheap: bytes of none {held['cheap'] / held['none']:.3f} (")
+    for row, verdict, best in zip(rows[4:], (roomy, tight), ("(cheap|attention|full)", "full"), strict=True):
+        assert re.match(rf"eager auto: GiB [\d.]+ \(limit [\d.]+\), time of {best} ", verdict)
+        assert len(row["policies"]) > 1
 
 
 def refusal(arguments: dict[str, Any], pipeline: dict[str, Any]) -> str:

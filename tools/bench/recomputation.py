@@ -1,12 +1,15 @@
-"""Measure what each policy of recomputation holds and costs: one GPU, one JSON file, two tables.
+"""Measure what each policy of recomputation holds and costs: one GPU, a JSON file for blocks and one for peaks, tables.
 
 python tools/bench/recomputation.py --out recomputation.json                     # 7b blocks, and the peaks of 1b and 3b
 python tools/bench/recomputation.py --peaks "" --blocks 8 --repeats 15           # the blocks alone
-python tools/bench/recomputation.py --cpu --model gpt2 --seq 256 --how eager --peaks ""
+python tools/bench/recomputation.py --cpu --model gpt2 --seq 256 --how eager --peaks tiny
 
 Blocks of a decoder in bf16, one after the other, forward and backward, attention by cuDNN where it can. What a block holds is
 what was allocated between the forward and the backward, the block's input included. The policies take turns, so that the
 device's clock and heat are the same for all; a time is the median over the turns.
+
+"auto" has two budgets: halfway between what "cheap" and "none" need, and between "full" and "attention". What blocks need is
+what their weights, gradients and optimizer take, and the peak of a micro-batch.
 
 Peaks are those of trainings of whole models (plan_accuracy.py), beside the planner's.
 """
@@ -18,8 +21,10 @@ import gc
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,15 +44,20 @@ import parallel3d
 from parallel3d.config import load
 from parallel3d.monitor.memory import LiveStorages
 from parallel3d.pipe import PipelineModule
+from parallel3d.pipe.layer_choice import policy_rule
 from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.search.model import PlannedModel, load_model
 
 HOW = ("eager", "compiled")
+Row = Mapping[str, Any]
 # Words of the layout of each policy, and of each model whose peaks are measured.
 WORDS = {"none": "", "cheap": ",cheap", "attention": ",attention", "full": ",ckpt1"}
-LAYOUTS = {"1b": "m2,mb4", "3b": "m2"}
-LIMIT = 0.03  # of the error of predicted peaks
+LAYOUTS = {"1b": "m2,mb4", "3b": "m2", "tiny": "m2"}
+# Of "none": the bytes and the time of "cheap", compiled. Of the best fixed policy that fits: the time of "auto".
+HELD, TIME, AUTO = 0.66, 1.015, 1.01
+PEAK = 0.03  # of the error of predicted peaks
 GIB = 2**30
+EVALUATION = 20.0  # seconds that predictions of peaks may take
 
 
 @dataclass(frozen=True)
@@ -72,7 +82,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--calls", type=int, default=8, help="micro-batches a turn")
     parser.add_argument("--repeats", type=int, default=11, help="turns")
     parser.add_argument("--how", default="eager,compiled", help="eager, compiled or both, separated by a comma")
-    parser.add_argument("--peaks", default="1b,3b", help="models to train; '' for none")
+    parser.add_argument("--peaks", default="1b,3b", help="models to train: 1b, 3b, tiny; '' for none")
+    parser.add_argument(
+        "--budget", type=float, default=280.0, help="seconds of all; trainings that are too long are skipped"
+    )
     parser.add_argument("--commit", help="of the code, where git can't say")
     parser.add_argument("--cpu", action="store_true", help="use no GPU")
     parser.add_argument("--out", type=Path, default=Path("recomputation.json"))
@@ -86,8 +99,8 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def make_config(work: Workload, policy: str, compiled: bool, on_gpu: bool) -> dict[str, Any]:
-    """Return the configuration of blocks under a policy; its step has more micro-batches than are run."""
+def make_config(work: Workload, policy: str, compiled: bool, on_gpu: bool, budget: float | None) -> dict[str, Any]:
+    """Return the configuration of blocks under a policy; its step has more micro-batches than are run. budget: in GiB."""
     return {
         "train_micro_batch_size_per_gpu": work.micro_batch,
         "gradient_accumulation_steps": 8 + work.calls * (work.repeats + 1),
@@ -95,26 +108,74 @@ def make_config(work: Workload, policy: str, compiled: bool, on_gpu: bool) -> di
         "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},  # whose state is small
         "steps_per_print": None,
         "attention": {"backend": ["cudnn", "flash", "efficient", "math"] if on_gpu else "auto"},
-        "activation_checkpointing": {"policy": policy},
+        "activation_checkpointing": {"policy": policy, "memory_budget": budget},
         "compile": {"enabled": compiled},
         "pipeline": {"stages": 1},
     }
 
 
-class Blocks:
-    """Blocks that train under a policy, without steps of the optimizer."""
+class Allocation:
+    """Context that measures what is allocated inside. held: bytes that are left at its end; peak: the most at a time."""
 
-    def __init__(self, model: PlannedModel, work: Workload, policy: str, compiled: bool, on_gpu: bool):
-        config = make_config(work, policy, compiled, on_gpu)
-        module = PipelineModule(list(model.layers[1 : 1 + work.blocks]), seed_layers=True, config=config)
-        self._engine, *_ = parallel3d.initialize(model=module, config=config)
-        self._on_gpu = on_gpu
+    def __init__(self, on_gpu: bool):
+        self._storages = None if on_gpu else LiveStorages()
+        self.held = self.peak = 0
+
+    def __enter__(self) -> Allocation:
+        if self._storages is not None:
+            self._storages.__enter__()
+        else:
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._storages is not None:
+            self._storages.__exit__(*error)
+            self.held, self.peak = self._storages.nbytes, self._storages.peak
+        else:
+            self.held = torch.cuda.memory_allocated() - self._before
+            self.peak = torch.cuda.max_memory_allocated() - self._before
+
+
+class Blocks:
+    """Blocks that train under a policy, without steps of the optimizer.
+
+    budget: GiB, for "auto". held: bytes that a forward leaves allocated, its output among them; needed: bytes of the blocks'
+    state and of a micro-batch at its peak.
+    """
+
+    def __init__(
+        self,
+        model: PlannedModel,
+        work: Workload,
+        policy: str,
+        compiled: bool,
+        on_gpu: bool,
+        budget: float | None = None,
+    ):
+        config = make_config(work, policy, compiled, on_gpu, budget)
         shape = work.micro_batch, work.seq, model.layers[0].module_args[0].hidden_size
         generator = torch.Generator().manual_seed(0)
         # What a GPU multiplies sets its power, and so its clock: not constants.
-        values = (torch.randn(shape, generator=generator) for _ in range(2))
-        self._x, self._gradient = (v.to(self._engine.device, torch.bfloat16) for v in values)
+        x, gradient = (torch.randn(shape, generator=generator) for _ in range(2))
+        with Allocation(on_gpu) as state:
+            layers = list(model.layers[1 : 1 + work.blocks])
+            module = PipelineModule(layers, seed_layers=True, config=config, sample_input=x)
+            self._engine, *_ = parallel3d.initialize(model=module, config=config)
+        self.policies = Counter(map(policy_rule(None, module.policies, module.layer_names), range(work.blocks), layers))
+        self._x, self._gradient = (v.to(self._engine.device, torch.bfloat16) for v in (x, gradient))
         self._x.requires_grad_()  # as what another block returns
+        self._on_gpu = on_gpu
+        self.run(2)
+        with Allocation(on_gpu) as forward:
+            y = self._forward()
+        self.held = forward.held
+        self._backward(y)
+        del y
+        with Allocation(on_gpu) as whole:
+            self.run(1)
+        self.needed = state.held + whole.peak
 
     def _forward(self) -> Tensor:
         y: Tensor = self._engine(self._x)
@@ -124,19 +185,6 @@ class Blocks:
         self._engine.backward((y * self._gradient).sum())
         self._engine.step()
         self._x.grad = None
-
-    def held(self) -> int:
-        """Return the bytes that a forward of all blocks leaves allocated, its output among them."""
-        if self._on_gpu:
-            before = torch.cuda.memory_allocated()
-            y = self._forward()
-            held = torch.cuda.memory_allocated() - before
-        else:
-            with LiveStorages() as storages:
-                y = self._forward()
-                held = storages.nbytes
-        self._backward(y)
-        return held
 
     def run(self, calls: int) -> float:
         """Return the seconds of a micro-batch through all blocks, forward and backward."""
@@ -167,40 +215,53 @@ def predicted(model: PlannedModel, work: Workload, policy: str, compiled: bool, 
 
 
 def measure(model: PlannedModel, work: Workload, how: str, on_gpu: bool) -> list[dict[str, Any]]:
-    """Return a row for each policy: GiB of a block, held and predicted, and the milliseconds of each turn."""
+    """Return a row for each policy and each budget of "auto": GiB, held, predicted and needed; milliseconds of each turn."""
     compiled, device = how == "compiled", "cuda" if on_gpu else "cpu"
-    policies = {p: Blocks(model, work, p, compiled, on_gpu) for p in WORDS}
-    for blocks in policies.values():
-        blocks.run(2)
-    held = {p: blocks.held() for p, blocks in policies.items()}
-    times: dict[str, list[float]] = {p: [] for p in policies}
+    make = partial(Blocks, model, work, compiled=compiled, on_gpu=on_gpu)
+    all_blocks: dict[tuple[str, float | None], Blocks] = {(p, None): make(p) for p in WORDS}
+    needed = {p: blocks.needed for (p, _), blocks in all_blocks.items()}
+    for less, more in (("cheap", "none"), ("full", "attention")):
+        budget = (needed[less] + needed[more]) / 2 / GIB
+        all_blocks["auto", budget] = make("auto", budget=budget)
+    times: dict[tuple[str, float | None], list[float]] = {key: [] for key in all_blocks}
     for _ in range(work.repeats):
-        for p, blocks in policies.items():
-            times[p].append(blocks.run(work.calls) / work.blocks * 1e3)
+        for key, blocks in all_blocks.items():
+            times[key].append(blocks.run(work.calls) / work.blocks * 1e3)
     return [
         {
             "how": how,
             "policy": p,
-            "gib": held[p] / work.blocks / GIB,
-            "predicted_gib": predicted(model, work, p, compiled, device) / GIB,
-            "ms": times[p],
+            "gib": blocks.held / work.blocks / GIB,
+            "predicted_gib": None if p == "auto" else predicted(model, work, p, compiled, device) / GIB,
+            "needed_gib": blocks.needed / GIB,
+            "budget_gib": budget,
+            "policies": dict(blocks.policies),
+            "ms": times[p, budget],
         }
-        for p in policies
+        for (p, budget), blocks in all_blocks.items()
     ]
 
 
-def block_table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+def _fixed(row: Row, rows: Sequence[Row]) -> dict[str, Row]:
+    """Return the rows of fixed policies beside a row, by policy."""
+    return {r["policy"]: r for r in rows if r["how"] == row["how"] and r["policy"] != "auto"}
+
+
+def block_table(rows: Sequence[Row]) -> list[list[str]]:
     """Rows of text: what a block holds and how long it takes under each policy, beside "none"."""
     table = [["how", "policy", "GiB a block", "of none", "predicted", "ms a block", "min-max", "of none"]]
     for row in rows:
-        none = next(r for r in rows if (r["how"], r["policy"]) == (row["how"], "none"))
+        none, guess, name = _fixed(row, rows)["none"], row["predicted_gib"], row["policy"]
+        if name == "auto":
+            own = ", ".join(f"{number} {policy}" for policy, number in row["policies"].items())
+            name = f"auto in {row['budget_gib']:.3f} GiB: {own}"
         table.append(
             [
                 row["how"],
-                row["policy"],
+                name,
                 f"{row['gib']:.3f}",
                 f"{row['gib'] / none['gib']:.3f}",
-                f"{row['predicted_gib']:.3f} ({row['predicted_gib'] / row['gib'] - 1:+.1%})",
+                "" if guess is None else f"{guess:.3f} ({guess / row['gib'] - 1:+.1%})",
                 f"{median(row['ms']):.3f}",
                 f"{min(row['ms']):.3f}-{max(row['ms']):.3f}",
                 f"{median(row['ms']) / median(none['ms']):.3f}",
@@ -209,21 +270,46 @@ def block_table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return table
 
 
-def measure_peaks(models: Sequence[str], args: argparse.Namespace) -> int:
-    """Train each model under each policy and print its peaks; 0 if all trained."""
+def _beside(what: str, value: float, limit: float) -> str:
+    return f"{what} {value:.3f} ({'limit' if value <= limit else 'MORE THAN'} {limit})"
+
+
+def verdicts(rows: Sequence[Row]) -> list[str]:
+    """Sentences: what "cheap" holds and takes of "none", and "auto" of the best fixed policy that fits its budget."""
+    lines = []
+    for row in rows:
+        fixed, ms = _fixed(row, rows), median(row["ms"])
+        if row["policy"] == "cheap":
+            held, slower = row["gib"] / fixed["none"]["gib"], ms / median(fixed["none"]["ms"])
+            lines.append(
+                f"{row['how']} cheap: {_beside('bytes of none', held, HELD)}, {_beside('time', slower, TIME)}."
+            )
+        if row["policy"] == "auto":
+            fitting = [r for r in fixed.values() if r["needed_gib"] <= row["budget_gib"]]
+            best = min(fitting, key=lambda r: median(r["ms"]))
+            slower = _beside(f"time of {best['policy']}", ms / median(best["ms"]), AUTO)
+            room = _beside("GiB", row["needed_gib"], round(row["budget_gib"], 3))
+            lines.append(f"{row['how']} auto: {room}, {slower}.")
+    return lines
+
+
+def measure_peaks(models: Sequence[str], args: argparse.Namespace, budget: float) -> int:
+    """Train each model under each policy and print its peaks; 0 if all trained. budget: seconds."""
     layouts = [f"{model}:{LAYOUTS[model]}{words}" for model in models for words in WORDS.values()]
     out = args.out.with_name(f"{args.out.stem}_peaks.json")
-    words = ["--layouts", *layouts, "--steps", "2", "--out", str(out)]
+    words = ["--layouts", *layouts, "--steps", "1", "--budget", str(budget), "--out", str(out)]
+    words += ["--cpu"] if args.cpu else []
     status = plan_accuracy.main([*words, *(["--commit", args.commit] if args.commit else [])])
     rows = json.loads(out.read_text(encoding="utf-8"))["evaluation"]["rows"]
     worst = max((abs(error) for row in rows for error in peak_errors(row)), default=0.0)
-    print(f"Peaks are {worst:.1%} off at most ({'limit' if worst <= LIMIT else 'MORE THAN'} {LIMIT:.0%}).")
+    limit = f"{'limit' if worst <= PEAK else 'MORE THAN'} {PEAK:.0%}"
+    print(f"Peaks of {len(rows)} of {len(layouts)} trainings are {worst:.1%} off at most ({limit}).")
     return status
 
 
 def main() -> int:
     """Measure, write, print; 0 if all trainings have ended well."""
-    args = parse_arguments()
+    begin, args = time.monotonic(), parse_arguments()
     gpus = find_gpus() if not args.cpu and cuda_version() else []
     work = Workload(args.model, args.seq, args.micro_batch, args.blocks, args.calls, args.repeats)
     model = load_model(work.model, work.seq)
@@ -234,11 +320,16 @@ def main() -> int:
         gc.collect()
         torch.cuda.empty_cache()
         args.out.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
-        print("", as_text(block_table(run["blocks"])), sep="\n", flush=True)
-    print("", as_markdown(block_table(run["blocks"])), "", sep="\n", flush=True)
-    parallel3d.comm.destroy()
+        table = block_table(run["blocks"])
+        print(
+            "", as_text(table), "", *verdicts(run["blocks"]), f"{time.monotonic() - begin:.0f} s", sep="\n", flush=True
+        )
+    if run["blocks"]:
+        print("", as_markdown(table), "", sep="\n", flush=True)
+        parallel3d.comm.destroy()
     models = split_names(args.peaks)
-    return measure_peaks(models, args) if models else 0
+    left = args.budget - EVALUATION - (time.monotonic() - begin)
+    return measure_peaks(models, args, left) if models else 0
 
 
 if __name__ == "__main__":

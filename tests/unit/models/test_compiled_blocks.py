@@ -94,7 +94,7 @@ class PlainBlock(nn.Module):
         return x + self.down(self.up(x).relu())
 
 
-RECOMPUTED = {"around": partial(recomputed_in_graph, keeps_attention=True)}
+RECOMPUTED = {"around": partial(recomputed_in_graph, policy="cheap")}
 
 
 @pytest.mark.parametrize(
@@ -138,9 +138,9 @@ def test_the_graph_of_a_selective_policy_saves_what_a_region_keeps():
     # Input, queries, keys, values, output projection, gate and up, masks of a byte; with the attention, its
     # output and a logarithm for each head.
     products = 5 * hidden + 2 * ffn + 2 * hidden // 4
-    for keeps_attention, elements in ((True, products + hidden + SIZES["num_heads"]), (False, products)):
+    for policy, elements in (("cheap", products + hidden + SIZES["num_heads"]), ("attention", products)):
         block = make_block({"residual_dropout": 0.1})
-        around = partial(recomputed_in_graph, keeps_attention=keeps_attention)
+        around = partial(recomputed_in_graph, policy=policy)
         block.compile(around=around, backend="aot_eager", fullgraph=True)
         torch.manual_seed(1)
         for got, value in zip(train(block), wanted, strict=True):
@@ -155,7 +155,7 @@ def test_a_graph_that_changes_a_kept_result_in_place_computes_its_gradient():
     def layer(x: Tensor) -> Tensor:
         return (linear(x).mul_(2).sigmoid() - 0.5).relu_()
 
-    compiled = torch.compile(recomputed_in_graph(layer, True), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(recomputed_in_graph(layer, "cheap"), backend="aot_eager", fullgraph=True)
     found = []
     for run in (layer, compiled):
         given = x.clone().requires_grad_()
