@@ -58,7 +58,12 @@ def test_all_that_is_printed_goes_through_the_logger(capsys: pytest.CaptureFixtu
     level = parallel3d.logger.level
     parallel3d.logger.setLevel("WARNING")
     try:
-        train(1, steps_per_print=1, dump_state=True, memory_breakdown=True, wall_clock_breakdown=True)
+        everything = dict.fromkeys(("dump_state", "memory_breakdown", "wall_clock_breakdown"), True)
+        counted = {
+            "flops_profiler": {"enabled": True, "profile_step": 0},
+            "comms_logger": {"enabled": True, "verbose": True},
+        }
+        train(1, steps_per_print=1, **everything, **counted)
         assert capsys.readouterr() == ("", "")
         parallel3d.logger.warning("of the script")
         assert capsys.readouterr() == ("", "of the script\n")

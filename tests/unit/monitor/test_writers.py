@@ -86,6 +86,12 @@ def test_what_is_due_is_written_with_its_step(tmp_path: Path):
     assert last["elapsed_time_ms_backward"] >= last["elapsed_time_ms_backward_inner"] > 0
 
 
+def test_fp16_writes_its_loss_scale(tmp_path: Path):
+    train(2, fp16={"enabled": True, "loss_scale": 128}, run_record={"directory": str(tmp_path)}).monitor.flush()
+    _, *steps = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert [(step["train_loss"], step["loss_scale"]) for step in steps] == [(1.0, 128.0), (0.875, 128.0)]
+
+
 def test_tensorboards_own_reader_finds_the_scalars(tmp_path: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
