@@ -6,6 +6,7 @@ import io
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, redirect_stdout
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -121,8 +122,9 @@ EVERYTHING = {
 }
 
 
-def test_prints_come_from_rank_0_and_nothing_waits_between_them(run_ranks):
-    ranks = run_ranks(2, watched, EVERYTHING, 7)
+def test_prints_come_from_rank_0_and_nothing_waits_between_them(run_ranks, tmp_path: Path):
+    files = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path)}}
+    ranks = run_ranks(2, watched, {**EVERYTHING, **files}, 7)
     for rank, (text, reads, _) in enumerate(ranks):
         clock = [c for c, _ in reads]
         scalars = [s for _, s in reads]
