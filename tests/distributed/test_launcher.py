@@ -192,6 +192,15 @@ def test_number_of_processes(
     assert [(options.num_workers, options.uses_gpus) for options in launched] == [(num_workers, uses_gpus)]
 
 
+def test_slots_count_the_devices_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+    monkeypatch.setattr(agent, "launch", lambda _: launched.append(os.environ["CUDA_VISIBLE_DEVICES"]))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3")
+    cli.main(["--include", "localhost:2,0", __file__])
+    assert launched == ["7,3"]
+
+
 def test_a_taken_port_is_an_error(tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as taken:
         port = str(taken.getsockname()[1])

@@ -82,11 +82,14 @@ def test_options_choose_hosts_and_slots(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_dry_run_tells_the_processes_of_this_host(capsys: pytest.CaptureFixture[str]):
-    program = f"2 x {sys.executable} -m job '--local_rank=${{local_rank}}' --lr 1\n"
-    warning = "deepspeed: there is no hostfile 'missing'; this host is used\n"
-    for words, said in (("-q", ""), ("--log_level error", ""), ("--no_ssh", warning)):
+    own, warning = "'--local_rank=${local_rank}' ", "deepspeed: there is no hostfile 'missing'; this host is used\n"
+    for words, first, said in (
+        ("-q", own, ""),
+        ("--log_level error --no_local_rank", "", ""),
+        ("--no_ssh", own, warning),
+    ):
         assert deepspeed.main([*words.split(), *"-H missing --dry_run --num_gpus 2 --module job --lr 1".split()]) == 0
-        assert capsys.readouterr() == (program, said)
+        assert capsys.readouterr() == (f"2 x {sys.executable} -m job {first}--lr 1\n", said)
 
 
 SCRIPT = """
@@ -125,7 +128,7 @@ def test_several_hosts_are_started_by_ssh_with_this_one_s_folder_and_environment
     (tmp_path / "hosts").write_text("127.0.0.1 slots=1\nelsewhere.invalid slots=2\n")
     (tmp_path / ".deepspeed_env").write_text("FROM_FILE=a b \n")
     (tmp_path / "activate").write_text("export FROM_SCRIPT=read\n")
-    options = "-H hosts --ssh_port 2222 --master_port 29877 --venv_script ./activate script.py".split()
+    options = "-H hosts --launcher PDSH --ssh_port 2222 --master_port 29877 --venv_script ./activate script.py".split()
     _, found = run(tmp_path, *options, "a $x", PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     assert [row[:3] for row in found] == [[[f"--local_rank={rank}", "a $x"], "3", "a b"] for rank in (0, 0, 1)]
     assert {row[4] for row in found} == {"read"}
@@ -145,7 +148,10 @@ def test_what_mpirun_and_srun_start(
         monkeypatch.setenv(name, "1")
     places = [("b", 1), ("b", 0), ("a", 3)]
     Path("ranks.json").write_text(json.dumps([{"rank": k, "host": h, "gpu": gpu} for k, (h, gpu) in enumerate(places)]))
-    Path(".parallel3d_env").write_text("A=4 (x2)\nB=1\n")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    Path("home").mkdir()
+    Path("home", ".deepspeed_env").write_text("A=4 (x2)\nB=0\n")
+    Path(".parallel3d_env").write_text("B=1\n")
     expected = {
         "openmpi": "A='4 (x2)' B=1 mpirun -n 2 --host b:1,a:1 --bind-to none -x NCCL_DEBUG -x UCX_TLS -x PYTHONUTF8 -x A -x B",
         "mpich": "A='4 (x2)' B=1 mpirun -n 2 -ppn 1 -hosts b,a -genvlist NCCL_DEBUG,UCX_TLS,PYTHONUTF8,A,B",
