@@ -238,7 +238,8 @@ def _end(started: Sequence[tuple[Starter, subprocess.Popen[bytes]]]) -> None:
 def exports() -> dict[str, str]:
     """Return the environment that goes to all hosts: some variables of this one, and the lines of the user's files."""
     found = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
-    found.pop("CUDA_VISIBLE_DEVICES", None)
+    for name in ("CUDA_VISIBLE_DEVICES", TOKEN):  # a host's own; and what --dry_run is not to print
+        found.pop(name, None)
     for path in (folder / name for folder in (Path.home(), Path()) for name in ENVIRONMENT_FILES):
         for line in path.read_text().splitlines() if path.is_file() else ():
             name, is_set, value = line.partition("=")

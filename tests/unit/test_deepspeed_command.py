@@ -23,6 +23,7 @@ from parallel3d.launcher import start as start_module
 from parallel3d.launcher.multinode_runner import IMPIRunner, MPICHRunner, MVAPICHRunner, OpenMPIRunner, SlurmRunner
 from parallel3d.launcher.nodes import _PASSED_ON
 from parallel3d.launcher.start import choose_hosts
+from parallel3d.membership import TOKEN
 
 REPO = Path(__file__).parents[2]
 
@@ -144,7 +145,7 @@ def test_what_mpirun_and_srun_start(
     for name in list(os.environ):
         if name.startswith(_PASSED_ON):
             monkeypatch.delenv(name)
-    for name in ("NCCL_DEBUG", "UCX_TLS", "PYTHONUTF8", "HOME_OF_A_SECRET", "CUDA_VISIBLE_DEVICES"):
+    for name in ("NCCL_DEBUG", "UCX_TLS", "PYTHONUTF8", "HOME_OF_A_SECRET", "CUDA_VISIBLE_DEVICES", TOKEN):
         monkeypatch.setenv(name, "1")
     places = [("b", 1), ("b", 0), ("a", 3)]
     Path("ranks.json").write_text(json.dumps([{"rank": k, "host": h, "gpu": gpu} for k, (h, gpu) in enumerate(places)]))
