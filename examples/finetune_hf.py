@@ -14,6 +14,7 @@ parallel3d --num_gpus 4 examples/finetune_hf.py --layout pp2,dp2,zero1 --model Q
 from __future__ import annotations
 
 import argparse
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -110,12 +111,15 @@ def main() -> None:
         )
     )
 
-    config = make_config(args, parse_layout(args.layout))
     model: Any = source
     if args.lora:
         lora = LoraConfig(r=args.lora, target_modules="all-linear", task_type="CAUSAL_LM")
         model = get_peft_model(AutoModelForCausalLM.from_pretrained(source), lora)
-    module = PipelineModule(models.from_hf(model), loss_fn=models.CausalLMLoss(per_token=True), config=config)
+    try:
+        config = make_config(args, parse_layout(args.layout))
+        module = PipelineModule(models.from_hf(model), loss_fn=models.CausalLMLoss(per_token=True), config=config)
+    except parallel3d.Parallel3DError as error:  # of the options: a traceback would tell no more
+        sys.exit(str(error))
     engine, *_ = parallel3d.initialize(model=module, config=config, training_data=rows)
     for step in range(1, args.steps + 1):
         loss = float(engine.train_batch())

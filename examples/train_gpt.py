@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -196,11 +197,15 @@ def main() -> None:
     args = parse_arguments()
     train_text, held_out_text = load_corpus(args.data)
     parallel3d.init_distributed()
-    layout = choose_layout(args)
     folder = Path(args.out) / time.strftime("%Y-%m-%d_%H-%M-%S")  # rank 0's is used
-    config = make_config(args, layout, folder)
+    try:
+        layout = choose_layout(args)
+        config = make_config(args, layout, folder)
+        model = make_model(args, layout, config)
+    except parallel3d.Parallel3DError as error:  # of the options: a traceback would tell no more
+        sys.exit(str(error))
     engine, *_ = parallel3d.initialize(
-        model=make_model(args, layout, config),
+        model=model,
         config=config,
         training_data=Windows(train_text, args.context),
         lr_scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: learning_rate(s, args.steps)),

@@ -246,9 +246,11 @@ def test_a_lost_host_ends_the_job_or_leaves_fewer_replicas(
 
 
 def test_nothing_is_left_of_a_launcher_that_is_killed(tmp_path: Path, network: list[Host]):
+    """Of one whose --include chooses slots."""
     job = Job(tmp_path, PARALLEL3D_TEST_PAUSE="60")
-    job.launch(network[0], "--launcher_args", f"-F {tmp_path / 'ssh_config'}")
+    job.launch(network[0], "--include", "host-b:1@host-a:0", "--launcher_args", f"-F {tmp_path / 'ssh_config'}")
     job.until(lambda: len(job.rows()) == 1)
+    assert [row[:3] for row in job.places(0)] == [["host-a", "0", "0"], ["host-b", "1", "0"]]
     [head] = [pid for pid, line in network[0].processes().items() if "parallel3d.launcher -H hosts" in line]
     os.kill(head, signal.SIGKILL)
     job.until(lambda: not left(network[0]) + left(network[1]), 30)

@@ -122,7 +122,7 @@ def run_process(command: Sequence[str], environment: Mapping[str, str], timeout:
     launcher, *arguments = command[2:]
     if launcher == "parallel3d.launcher":
         options = cli.parse_options(arguments)
-        [slots] = choose_hosts(options, 0).values()
+        [slots] = choose_hosts(options).values()
         options = of_this_host(options, slots, 0)
         number, script = options.num_workers, options.command
     else:

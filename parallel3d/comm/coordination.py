@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from parallel3d.comm.collectives import Group
 from parallel3d.comm.liveness import PeerLiveness
-from parallel3d.comm.membership import proof
 from parallel3d.errors import CommunicationError, Parallel3DError, PeerError, message_of
+from parallel3d.membership import proof
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 # torch's TCPStore takes no values of more than 8 MiB.

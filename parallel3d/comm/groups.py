@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import hmac
+import os
+import secrets
 from collections.abc import Callable, Iterable
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
@@ -12,9 +16,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from parallel3d.activity import Activity
 from parallel3d.comm.collectives import Group, ImaginedGroup, Work
 from parallel3d.comm.environment import get_world_size, init_distributed
-from parallel3d.comm.membership import prove_membership
 from parallel3d.comm.topology import ProcessTopology, pipelines_of
-from parallel3d.errors import TopologyError
+from parallel3d.errors import CommunicationError, TopologyError
+from parallel3d.membership import PROOF_BYTES, TOKEN, proof
 
 
 class ProcessGroups:
@@ -226,3 +230,34 @@ _CONNECTIONS = 2  # of a ring: with both neighbours
 def communicator_bytes(sizes: Iterable[int]) -> int:
     """Return the bytes of NCCL's buffers for communicators of these numbers of ranks; a single rank has none."""
     return sum(_CHANNELS * min(_CONNECTIONS, size - 1) * _CONNECTION_BYTES for size in sizes)
+
+
+def prove_membership(handle: dist.ProcessGroup) -> None:
+    """Prove to the members of a new group over gloo that this rank is of the job, and check their proofs. Collective.
+
+    Each rank signs random numbers of all members, so that no earlier proof can be repeated. Raises CommunicationError, on ranks
+    with a token, if a member's proof is wrong: before anything else that it sends is used.
+    """
+    rank, size = dist.get_rank(handle), dist.get_world_size(handle)
+    numbers = _gather(secrets.token_bytes(PROOF_BYTES), handle, size)
+    proofs = _gather(_proof_of(rank, numbers), handle, size)
+    if not os.environ.get(TOKEN):
+        return
+    for other, found in enumerate(proofs):
+        if not hmac.compare_digest(found, _proof_of(other, numbers)):
+            raise CommunicationError(
+                f"rank {dist.get_global_rank(handle, other)} can't prove that it belongs to this job: another process has "
+                f"taken its place, or {TOKEN} differs between hosts; start the job on a network that strangers can't reach"
+            )
+
+
+def _proof_of(rank: int, numbers: list[bytes]) -> bytes:
+    return proof(b"member", rank.to_bytes(8, "big"), *numbers)
+
+
+def _gather(value: bytes, handle: dist.ProcessGroup, size: int) -> list[bytes]:
+    """Return the bytes of all members, of one length."""
+    mine = torch.frombuffer(bytearray(value), dtype=torch.uint8)
+    gathered = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(gathered, mine, group=handle)
+    return [bytes(tensor.tolist()) for tensor in gathered]

@@ -14,7 +14,7 @@ class FilesConfig(Section):
 
     enabled: bool = False
     output_path: str = key("", 'a folder, or "" for the working directory')
-    job_name: NonEmpty = "DeepSpeedJobName"
+    job_name: NonEmpty = key("DeepSpeedJobName", "the name of a folder in output_path")
 
 
 class TensorboardConfig(FilesConfig):

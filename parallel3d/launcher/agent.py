@@ -29,7 +29,6 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from parallel3d.comm.coordination import SAID_KEY, VERDICT_KEY, agents_store, exit_key
-from parallel3d.comm.membership import local_job
 from parallel3d.errors import ConfigError, ExecutionError
 from parallel3d.launcher import worker
 from parallel3d.launcher.guard import LIFELINE, follow_input, guarded
@@ -38,6 +37,7 @@ from parallel3d.launcher.processes import adopt_orphans, children, end_leftovers
 from parallel3d.launcher.rendezvous import DONE, FAILED, LEFT, RUNS, OneHost, SeveralHosts
 from parallel3d.launcher.reports import RankFailure, ending, rank_failures, status_of, summary
 from parallel3d.logs import logger
+from parallel3d.membership import local_job
 
 _HOST_ANSWERS = timedelta(seconds=5)
 _LEAVING_S = 3.0  # until a rank that has left its script is ended like the others
@@ -285,7 +285,8 @@ def _set_environment(options: LaunchOptions) -> None:
     """Set the variables that the workers inherit; the agent adds the ranks."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     os.environ.update(local_job() if options.node is None else {})
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // options.num_workers)))
+    # An empty one means nothing to OpenMP, and each worker would take all cores.
+    os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // options.num_workers))
     if options.binds_cores:
         os.environ[worker.BINDS_CORES] = "1"
     if options.uses_gpus:

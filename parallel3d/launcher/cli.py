@@ -11,8 +11,9 @@ from math import inf
 from parallel3d.command_line import Parser
 from parallel3d.config.layout import parse_layout
 from parallel3d.errors import ConfigError, nearest
-from parallel3d.launcher.hosts import parse_range_list
+from parallel3d.launcher.hosts import HOSTFILE, parse_range_list
 from parallel3d.launcher.options import GRACE_S, WorldSize
+from parallel3d.launcher.start import start
 
 LAUNCHERS = ("ssh", "pdsh", "openmpi", "mpich", "slurm")
 """What starts several hosts, by DeepSpeed's names. Here ssh does what pdsh does there."""
@@ -68,7 +69,9 @@ def parse_options(argv: Sequence[str] | None = None, prog: str = "parallel3d") -
     if known.module and known.no_python:
         parser.error("-m and --no_python: a module is Python's; give one of them")
     known.prog, (known.user_script, *known.user_args) = prog, known.command
-    known.passes_local_rank = prog == "deepspeed" and not known.no_local_rank
+    known.log_level = "error" if known.quiet else known.log_level
+    passes_local_rank = prog == "deepspeed" and not known.no_local_rank
+    known.first_arguments = ["--local_rank=${local_rank}"] if passes_local_rank else []  # which torch's agent replaces
     return known
 
 
@@ -85,8 +88,6 @@ def run(options: argparse.Namespace) -> int:
             f"--launcher {options.launcher} is not supported; drop it, so that hosts are started by ssh, or use one of "
             f"{', '.join(LAUNCHERS)} (Intel MPI and MVAPICH take mpich's options)"
         )
-    from parallel3d.launcher.start import start  # which imports torch: --help and wrong options don't wait for it
-
     return start(options)
 
 
@@ -119,7 +120,7 @@ def _add_hosts(parser: Parser) -> None:
     count.add_argument(
         "--num_procs", type=_processes, metavar="N", help="N CPU processes on each host, which see no CUDA device"
     )
-    add("-H", "--hostfile", default="/job/hostfile", help="lines such as: worker-0 slots=4; without it: this host")
+    add("-H", "--hostfile", default=HOSTFILE, help="lines such as: worker-0 slots=4; without it: this host")
     add("-i", "--include", default="", metavar="HOSTS", help="hosts and slots to use: worker-0@worker-1:0,2")
     add("-e", "--exclude", default="", metavar="HOSTS", help="hosts and slots to leave out")
     add("--num_nodes", type=number, metavar="N", help="the first N hosts of the hostfile")

@@ -10,6 +10,9 @@ from pathlib import Path
 
 from parallel3d.errors import ConfigError, nearest
 
+HOSTFILE = "/job/hostfile"
+"""DeepSpeed's default."""
+
 # Host -> the indices of its devices.
 Slots = Mapping[str, list[int]]
 

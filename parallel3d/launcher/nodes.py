@@ -17,12 +17,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from parallel3d.comm.membership import TOKEN
 from parallel3d.errors import ConfigError
 from parallel3d.launcher.guard import LIFELINE
 from parallel3d.launcher.options import GRACE_S
 from parallel3d.launcher.processes import adopt_orphans, children, end_leftovers, end_with_parent
 from parallel3d.logs import logger
+from parallel3d.membership import TOKEN
 
 LOCAL = "localhost"
 ENVIRONMENT_FILES = (os.environ.get("DS_ENV_FILE", ".deepspeed_env"), ".parallel3d_env")
@@ -145,10 +145,11 @@ def _node_command(options: argparse.Namespace, hosts: Mapping[str, list[int]]) -
     command.append(f"--master_port={options.master_port or PORT}")
     each = len(next(iter(hosts.values()))) if options.num_procs else None  # a layout's, divided among the hosts
     values = {"max_restarts": options.max_restarts, "num_procs": each, "log_dir": options.log_dir}
+    values["log_level"] = options.log_level
     if options.bind_core_list:
         values["bind_core_list"] = ",".join(map(str, options.bind_core_list))
     command += [f"--{name}={value}" for name, value in values.items() if value]
-    flags = "module no_python no_local_rank bind_cores_to_rank quiet".split()
+    flags = "module no_python no_local_rank bind_cores_to_rank".split()
     return [*command, *(f"--{name}" for name in flags if getattr(options, name)), *options.command]
 
 
@@ -237,14 +238,15 @@ def _end(started: Sequence[tuple[Starter, subprocess.Popen[bytes]]]) -> None:
 def exports() -> dict[str, str]:
     """Return the environment that goes to all hosts: some variables of this one, and the lines of the user's files."""
     found = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
-    found.pop("CUDA_VISIBLE_DEVICES", None)
+    for name in ("CUDA_VISIBLE_DEVICES", TOKEN):  # a host's own; and what --dry_run is not to print
+        found.pop(name, None)
     for path in (folder / name for folder in (Path.home(), Path()) for name in ENVIRONMENT_FILES):
         for line in path.read_text().splitlines() if path.is_file() else ():
             name, is_set, value = line.partition("=")
             if line.strip() and not line.startswith("#"):
                 if not is_set or not _VARIABLE.fullmatch(name.strip()):
                     raise ConfigError(f"{path}: {line!r} is no variable; write lines as NAME=VALUE")
-                found[name.strip()] = value
+                found[name.strip()] = value.strip()
     return {name: value for name, value in found.items() if _VARIABLE.fullmatch(name)}
 
 

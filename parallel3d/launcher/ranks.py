@@ -14,8 +14,8 @@ import torch
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from parallel3d.comm.environment import destroy, init_distributed
-from parallel3d.comm.membership import local_job
 from parallel3d.errors import ExecutionError, Parallel3DError
+from parallel3d.membership import local_job
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, uses_gpus: bool, *args: Any) -> list[Any]:

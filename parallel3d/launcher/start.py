@@ -5,16 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
 from parallel3d.errors import ConfigError
-from parallel3d.launcher.agent import launch
-from parallel3d.launcher.hosts import parse_hostfile, parse_named, parse_resource_filter, read_ranks
+from parallel3d.launcher.hosts import HOSTFILE, parse_hostfile, parse_named, parse_resource_filter, read_ranks
 from parallel3d.launcher.nodes import LOCAL, PORT, address_of, is_local, launch_nodes
 from parallel3d.launcher.options import LaunchOptions, Node, WorldSize
 from parallel3d.logs import logger
@@ -22,57 +20,56 @@ from parallel3d.logs import logger
 
 def start(options: argparse.Namespace) -> int:
     """Run the command to its end and return the job's exit code. Raises ConfigError if it can't be carried out."""
-    logger.setLevel("ERROR" if options.quiet else options.log_level.upper())
-    devices = torch.cuda.device_count()
-    hosts = choose_hosts(options, devices)
-    first = next(iter(hosts))
+    logger.setLevel(options.log_level.upper())
+    hosts = choose_hosts(options)
+    first, node = next(iter(hosts)), None
+    slots = hosts[first]
     with _pid_file(options.save_pid):
         if options.no_ssh:
             index = _index(options, hosts)
-            node = Node(list(hosts), index, address_of(options, hosts), options.master_port or PORT)
-            own = list(hosts.values())[index]
-            return _launch_here(options, own, devices, node if len(hosts) > 1 else None)
-        if len(hosts) == 1 and not options.force_multi and is_local(first):
-            if options.dry_run:
-                print(f"{len(hosts[first])} x {shlex.join(options.command)}")
-                return 0
-            return _launch_here(options, hosts[first], devices)
-        return launch_nodes(options, hosts)
+            slots = list(hosts.values())[index]
+            if len(hosts) > 1:
+                node = Node(list(hosts), index, address_of(options, hosts), options.master_port or PORT)
+        elif len(hosts) > 1 or options.force_multi or not is_local(first):
+            return launch_nodes(options, hosts)
+        if options.dry_run:
+            python = [] if options.no_python else [sys.executable, "-m"] if options.module else [sys.executable]
+            command = [*python, options.user_script, *options.first_arguments, *options.user_args]
+            print(f"{len(slots)} x {shlex.join(command)}")
+            return 0
+        return _launch_here(options, slots, node)
 
 
-def choose_hosts(options: argparse.Namespace, devices: int) -> dict[str, list[int]]:
-    """Return the slots of each host to use: indices of its devices, or else of CPU processes. Raises ConfigError.
+def count_devices() -> int:
+    """Return the number of CUDA devices of this host."""
+    import torch  # where processes are started: a launcher of several hosts doesn't wait for it
 
-    devices: the number of CUDA devices of this host.
-    """
+    return torch.cuda.device_count()
+
+
+def choose_hosts(options: argparse.Namespace) -> dict[str, list[int]]:
+    """Return the slots of each host to use: indices of its devices, or else of CPU processes. Raises ConfigError."""
     named = options.include or options.exclude
     if named and (options.num_nodes or options.num_gpus):
         raise ConfigError(
             f"--num_nodes and --num_gpus don't go with --include or --exclude {named}; give one of the two"
         )
-    every = list(range(devices or 1))
     if options.ranks:
         found = read_ranks(Path(options.ranks))
     elif Path(options.hostfile).is_file():
         lines = Path(options.hostfile).read_text().splitlines()
         found = {host: list(range(slots)) for host, slots in parse_hostfile(lines).items()}
-    elif options.no_ssh and options.include:
-        found = {host: every if slots is None else slots for host, slots in parse_named(options.include).items()}
-    elif options.no_ssh and options.num_nodes:
-        if options.num_nodes > 1 and not options.master_addr:
-            raise ConfigError(
-                "--no_ssh without a --hostfile needs --master_addr: the address of the host of --node_rank 0"
-            )
-        found = {f"node-{index}": every for index in range(options.num_nodes)}
     else:
-        found = {LOCAL: every}
+        found = _without_hostfile(options)
     if options.num_nodes and options.num_nodes > len(found):
         raise ConfigError(
             f"--num_nodes is {options.num_nodes}, but hosts are {', '.join(found)}; name a --hostfile with all"
         )
     hosts = dict(list(parse_resource_filter(found, options.include, options.exclude).items())[: options.num_nodes])
     if not hosts:
-        raise ConfigError(f"--exclude {options.exclude} leaves no device; name fewer")
+        raise ConfigError(
+            f"no slot is left of {found}; give the hosts slots, or --exclude fewer than {options.exclude!r}"
+        )
     if each := options.num_procs or options.num_gpus:
         if isinstance(each, WorldSize):
             if each % len(hosts):
@@ -84,8 +81,25 @@ def choose_hosts(options: argparse.Namespace, devices: int) -> dict[str, list[in
     return hosts
 
 
-def _launch_here(options: argparse.Namespace, slots: list[int], devices: int, node: Node | None = None) -> int:
+def _without_hostfile(options: argparse.Namespace) -> dict[str, list[int]]:
+    """Return the hosts and slots that --include or --num_nodes describe with --no_ssh, else this host's. Raises ConfigError."""
+    every = list(range(count_devices() or 1))
+    if options.no_ssh and options.include:
+        return {host: every if slots is None else slots for host, slots in parse_named(options.include).items()}
+    if options.no_ssh and options.num_nodes:
+        if options.num_nodes > 1 and not options.master_addr:
+            raise ConfigError(
+                "--no_ssh without a --hostfile needs --master_addr: the address of the host of --node_rank 0"
+            )
+        return {f"node-{index}": every for index in range(options.num_nodes)}
+    if options.hostfile not in ("", HOSTFILE):
+        logger.warning("%s: there is no hostfile %r; this host is used", options.prog, options.hostfile)
+    return {LOCAL: every}
+
+
+def _launch_here(options: argparse.Namespace, slots: list[int], node: Node | None) -> int:
     """Run this host's processes on its slots, of the devices and cores that are its own."""
+    devices = count_devices()
     launched = of_this_host(options, slots, devices, node)
     if launched.uses_gpus:
         names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(devices)))).split(",")
@@ -94,6 +108,8 @@ def _launch_here(options: argparse.Namespace, slots: list[int], devices: int, no
         logger.warning("%s: there is no CUDA device; the number of CPU processes is %d", options.prog, len(slots))
     if options.bind_core_list:
         os.sched_setaffinity(0, options.bind_core_list)
+    from parallel3d.launcher.agent import launch  # it imports torch
+
     return launch(launched)
 
 
@@ -125,8 +141,7 @@ def of_this_host(
         log_dir=options.log_dir,
         max_restarts=options.max_restarts,
         is_program=options.no_python,
-        # Which torch's agent replaces.
-        first_arguments=["--local_rank=${local_rank}"] if options.passes_local_rank else [],
+        first_arguments=options.first_arguments,
         binds_cores=options.bind_cores_to_rank or bool(options.bind_core_list),
         node=node,
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 
 class ProgressBar:
@@ -17,9 +18,10 @@ class ProgressBar:
         self._progress = Progress(
             MofNCompleteColumn(),
             BarColumn(bar_width=10),
-            TextColumn("{task.fields[metrics]}"),
+            TextColumn("{task.fields[metrics]}", table_column=Column(ratio=1)),  # broken into lines where it is narrow
             TimeRemainingColumn(compact=True),
             console=console,
+            expand=True,
         )
         self._task = self._progress.add_task("train", total=num_steps, metrics="")
         self._progress.start()

@@ -157,7 +157,7 @@ class StepMonitor:
         self._logs = any(row[0] for row in all_gather_integers([int(config.has_monitors)], groups.control))
         self._peak_flops = config.monitor.peak_flops or peak_flops
         self._bar = ProgressBar.of(config.monitor.progress if groups.rank == 0 else False)
-        self._groups, self._device = groups, device
+        self._groups, self._device, self._stage = groups, device, groups.coordinate("pipe")
         self._clock = clock_of(device)
         self._side: torch.cuda.Stream | None = None
         self._next: frozenset[Profile] = frozenset()
@@ -202,7 +202,7 @@ class StepMonitor:
         is_recorded = "time" in self.profiles or (self._times and due) or (self._logs and self.prints(step))
         if is_recorded and self._side is None and self._device.type == "cuda":
             self._side = torch.cuda.Stream(self._device)
-        self._step = StepRecorder(self._groups.coordinate("pipe"), self._clock, self._side)
+        self._step = StepRecorder(self._stage, self._clock, self._side)
         self._recording = self._step if is_recorded else None
         self._phases, self._tokens = {}, 0
         if self._memory and self.prints(step):

@@ -246,15 +246,14 @@ class MonitorMaster:
         """
         if not self.enabled:
             return
-        values = dict(sorted(values.items(), key=lambda item: isinstance(item[1], Tensor)))
-        numbers = [float(value) for value in values.values() if not isinstance(value, Tensor)]
-        tensors = [value.detach().double().reshape(()) for value in values.values() if isinstance(value, Tensor)]
-        copied = torch.stack(tensors or [torch.empty(())])[: len(tensors)]
+        tensors = {name: value.detach().reshape(1) for name, value in values.items() if isinstance(value, Tensor)}
+        numbers = {name: float(value) for name, value in values.items() if name not in tensors}
+        copied = torch.cat([*tensors.values()]) if tensors else torch.empty(0)
         event = torch.cuda.Event() if copied.is_cuda else None
         on_host = copied.to("cpu", non_blocking=True)
         if event is not None:
             event.record(torch.cuda.current_stream(copied.device))
-        self._collected.append((samples, [_PREFIX + name for name in values], numbers, on_host, event))
+        self._collected.append((samples, [*numbers, *tensors], [*numbers.values()], on_host, event))
         if not self._written:
             self._write([])
             atexit.register(self._flush_at_exit)  # now, so that it runs before the monitors' own
@@ -267,7 +266,7 @@ class MonitorMaster:
         while self._collected and ((event := self._collected[0][-1]) is None or event.query()):
             samples, names, numbers, on_host, _ = self._collected.pop(0)
             values = zip(names, [*numbers, *on_host.tolist()], strict=True)
-            events += [(name, value, samples) for name, value in values]
+            events += [(_PREFIX + name, value, samples) for name, value in values]
         return events
 
     def flush(self) -> None:

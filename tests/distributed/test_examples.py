@@ -91,6 +91,17 @@ def learn(
     return losses
 
 
+def refuse_layout() -> Any:
+    with pytest.raises(SystemExit) as ended:
+        run_main("train_gpt", "--layout", "pp3,dp7", "--data", str(EXAMPLES))
+    return ended.value.code
+
+
+def test_a_layout_of_other_processes_ends_a_script_with_its_error_alone(rank_pool: RankPool):
+    (said,) = rank_pool.run(1, refuse_layout)
+    assert "21 ranks does not fit a world of 1; start 21 processes" in said
+
+
 def learn_digits() -> list[float]:
     """Return the classifier's first losses in plain PyTorch."""
     module = example("image_classifier")

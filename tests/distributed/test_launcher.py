@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -19,8 +20,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from warm import WarmProcess
 
-from parallel3d.launcher import cli, worker
-from parallel3d.launcher import start as start_module
+from parallel3d.launcher import agent, cli, worker
 from parallel3d.launcher.agent import rank_failures, summary
 from parallel3d.launcher.options import LaunchOptions
 
@@ -185,11 +185,20 @@ def test_number_of_processes(
     argv: list[str], num_devices: int, num_workers: int, uses_gpus: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: list[LaunchOptions] = []
-    monkeypatch.setattr(start_module, "launch", launched.append)
+    monkeypatch.setattr(agent, "launch", launched.append)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_devices))))
     cli.main([*argv, __file__])
     assert [(options.num_workers, options.uses_gpus) for options in launched] == [(num_workers, uses_gpus)]
+
+
+def test_slots_count_the_devices_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+    monkeypatch.setattr(agent, "launch", lambda _: launched.append(os.environ["CUDA_VISIBLE_DEVICES"]))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3")
+    cli.main(["--include", "localhost:2,0", __file__])
+    assert launched == ["7,3"]
 
 
 def test_a_taken_port_is_an_error(tmp_path: Path) -> None:
@@ -373,11 +382,24 @@ time.sleep(600)
 
 def test_log_dir_keeps_each_ranks_output(tmp_path: Path) -> None:
     script = "import os, sys; print('out', os.environ['RANK']); print('err', file=sys.stderr)"
-    code, out, _ = run(tmp_path, script, "--num_procs", "2", "--log_dir", "logs")
+    code, out, _ = run(tmp_path, script, "--num_procs", "2", "--enable_each_rank_log", "logs")
     assert code == 0
     assert sorted(out.splitlines()) == ["[rank 0] out 0", "[rank 1] out 1"]
     assert sorted(file.read_text() for file in tmp_path.glob("logs/**/stdout.log")) == ["out 0\n", "out 1\n"]
     assert sorted(file.read_text() for file in tmp_path.glob("logs/**/stderr.log")) == ["err\n", "err\n"]
+
+
+def test_a_program_that_is_not_pythons(tmp_path: Path) -> None:
+    """An empty OMP_NUM_THREADS counts as none, and a hostfile that is missing as one of this host."""
+    command = ["-H", "missing", "--num_procs", "2", "--save_pid", "--no_python"]
+    words = 'echo "$RANK $OMP_NUM_THREADS $(cat "$0/$PPID.deepspeed") $1"'
+    program = ["sh", "-c", words, tempfile.gettempdir(), "$x ${local_rank}"]
+    process = WarmProcess(tmp_path, environment_in(tmp_path) | {"OMP_NUM_THREADS": ""}, *REAL, *command, *program)
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert sorted(out.splitlines()) == [f"{rank} {threads} {process.pid} $x ${{local_rank}}" for rank in (0, 1)]
+    assert (process.returncode, err) == (0, "parallel3d: there is no hostfile 'missing'; this host is used\n")
+    assert not Path(tempfile.gettempdir(), f"{process.pid}.deepspeed").exists()
 
 
 WORKER = [sys.executable, worker.__file__, str(os.getpid())]

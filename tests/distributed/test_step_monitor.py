@@ -6,6 +6,7 @@ import io
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, redirect_stdout
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -65,17 +66,17 @@ def test_a_slow_stage_is_forward_on_itself_and_bubble_on_its_neighbours(run_rank
             assert ranks[neighbour * dp].bubble > 2 * MICRO_BATCHES * (costs[slow] - 1)
 
 
-def two_stages() -> list[Breakdown]:
+def two_stages() -> tuple[list[Breakdown], dict[str, float]]:
     with ExitStack() as stack:
         engine = timed_engine(stack, (1.0, 3.0), "gpipe", wall_clock_breakdown=True, steps_per_print=1)
         with redirect_stdout(io.StringIO()):
             train(engine, 1)
-        return engine.reports.time_breakdown()
+        return engine.reports.time_breakdown(), engine.reports.monitor.values
 
 
 def test_two_stages_literally(run_ranks):
     """GPipe, forwards of 1 and 3 s, backwards of 2 and 6 s, messages of 0.25 s, an all-reduce of 1 s at the end."""
-    ranks, _ = run_ranks(2, two_stages)
+    (ranks, values), (_, others) = run_ranks(2, two_stages)
     # Stage 1 waits 1 s for the first activation to be made and 0.25 s for it to come, then works until 55.25.
     last = 1.25 + 6 * 3 + 6 * 6
     assert ranks[1] == Breakdown(18.0, 36.0, 0.0, 1.0, 0.25, pytest.approx(1.0 + 2.25), 0.0)
@@ -84,6 +85,11 @@ def test_two_stages_literally(run_ranks):
     assert ranks[0] == Breakdown(
         6.0, 12.0, 0.0, 1.0, pytest.approx(6 * 0.25), pytest.approx(last + 2.25 - 18.0 - 6 * 0.25), 0.0
     )
+    # Of monitors, in milliseconds, the mean of both ranks.
+    times = {"forward": 12.0, "backward": 24.0, "backward_inner": 24.0, "backward_allreduce": 0.0, "step": 1.0}
+    assert {name: values[f"elapsed_time_ms_{name}"] / 1e3 for name in times} == pytest.approx(times)
+    assert values["bubble"] == pytest.approx((ranks[0].bubble + ranks[1].bubble) / (ranks[0].total + ranks[1].total))
+    assert others["bubble"] == values["bubble"]
 
 
 def watched(config: dict[str, Any], steps: int) -> tuple[str, list[int], int]:
@@ -121,8 +127,9 @@ EVERYTHING = {
 }
 
 
-def test_prints_come_from_rank_0_and_nothing_waits_between_them(run_ranks):
-    ranks = run_ranks(2, watched, EVERYTHING, 7)
+def test_prints_come_from_rank_0_and_nothing_waits_between_them(run_ranks, tmp_path: Path):
+    files = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path)}}
+    ranks = run_ranks(2, watched, {**EVERYTHING, **files}, 7)
     for rank, (text, reads, _) in enumerate(ranks):
         clock = [c for c, _ in reads]
         scalars = [s for _, s in reads]

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from warm import WarmProcess
 
 from parallel3d.comm.coordination import CollectiveDecision
-from parallel3d.comm.groups import ProcessGroups
+from parallel3d.comm.groups import ProcessGroups, prove_membership
 from parallel3d.comm.liveness import PeerLiveness
-from parallel3d.comm.membership import TOKEN, prove_membership
 from parallel3d.comm.topology import PipeDataParallelTopology
 from parallel3d.errors import CommunicationError
 from parallel3d.launcher.rendezvous import listen as _listen
+from parallel3d.membership import TOKEN
 
 ROOT = Path(__file__).parents[2]
 

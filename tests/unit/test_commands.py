@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,9 +30,13 @@ COMMANDS = [
 ]
 
 
-def test_help_and_version_import_no_torch():
+def test_help_and_what_starts_other_hosts_import_no_torch(tmp_path: Path):
+    (tmp_path / "ssh").write_text("#!/bin/sh\n")
+    (tmp_path / "ssh").chmod(0o755)
+    (tmp_path / "hosts").write_text("a.invalid slots=1\nb.invalid slots=1\n")
     lines = [f"p3d({[*command.split(), '--help']})" for command in COMMANDS]
     lines += [f"{command}([{flag!r}])" for command in ("p3d", "launcher") for flag in ("--help", "--version")]
+    lines.append(f"launcher(['-H', {str(tmp_path / 'hosts')!r}, 's.py']) and sys.exit('no host has come')")
     script = f"""
 import sys
 from parallel3d.cli import main as p3d
@@ -43,7 +48,8 @@ for line in {lines}:
         assert end.code == 0, line
 assert "torch" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("usage: p3d") == len(COMMANDS) + 1
     assert done.stdout.endswith("parallel3d 0.1.0\n")

@@ -12,16 +12,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from warm import WarmProcess
 
 from parallel3d.comm.environment import mpi_environment
 from parallel3d.deepspeed.launcher.runner import encode_world_info
 from parallel3d.errors import ConfigError
-from parallel3d.launcher import deepspeed, nodes
+from parallel3d.launcher import cli, deepspeed, nodes
 from parallel3d.launcher import start as start_module
 from parallel3d.launcher.multinode_runner import IMPIRunner, MPICHRunner, MVAPICHRunner, OpenMPIRunner, SlurmRunner
 from parallel3d.launcher.nodes import _PASSED_ON
 from parallel3d.launcher.start import choose_hosts
+from parallel3d.membership import TOKEN
 
 REPO = Path(__file__).parents[2]
 
@@ -33,7 +35,7 @@ REPO = Path(__file__).parents[2]
         ("--elastic_training s.py", "--elastic_training is not supported"),
         ("--num_gpus 1 -i localhost s.py", "don't go with --include or --exclude localhost"),
         ("--num_nodes 2 s.py", "--num_nodes is 2, but hosts are localhost; name a --hostfile"),
-        ("-e localhost s.py", "leaves no device"),
+        ("-e localhost s.py", r"no slot is left of {'localhost': \[0\]}; .* --exclude fewer than 'localhost'"),
         ("-H hosts --num_procs pp3 s.py", "the 3 ranks of a layout can't be divided among 2 hosts"),
         ("--no_ssh --node_rank 3 s.py", "nodes are 0 to 0"),
         ("--max_elastic_nodes 2 s.py", "--max_elastic_nodes is not supported; --max_restarts goes on with fewer hosts"),
@@ -59,9 +61,42 @@ def test_wrong_flags_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         deepspeed.main(arguments.split())
 
 
+@pytest.mark.parametrize("prog", ["parallel3d", "deepspeed"])
+def test_options_choose_hosts_and_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prog: str):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    Path("hosts").write_text("b slots=4 # has the lowest rank\n\na slots=2\n")
+    for words, hosts in {
+        "-H hosts": {"b": [0, 1, 2, 3], "a": [0, 1]},
+        "--hostfile hosts -i a@b:2,0": {"b": [0, 2], "a": [0, 1]},
+        "-H hosts --include a:1": {"a": [1]},
+        "-H hosts -e b:3@a": {"b": [0, 1, 2]},
+        "-H hosts --exclude b": {"a": [0, 1]},
+        "-H hosts --num_nodes 1 --num_gpus 2": {"b": [0, 1]},
+        "-H hosts --num_accelerators 1": {"b": [0], "a": [0]},
+        "-H hosts --num_procs dp6": {"b": [0, 1, 2], "a": [0, 1, 2]},
+        "-H missing": {"localhost": [0, 1, 2]},
+        "--include localhost:2": {"localhost": [2]},
+        "--no_ssh --num_nodes 2 --master_addr b": {"node-0": [0, 1, 2], "node-1": [0, 1, 2]},
+    }.items():
+        assert list(choose_hosts(cli.parse_options([*words.split(), "s.py"], prog)).items()) == list(hosts.items())
+
+
+def test_a_dry_run_tells_the_processes_of_this_host(capsys: pytest.CaptureFixture[str]):
+    own, warning = "'--local_rank=${local_rank}' ", "deepspeed: there is no hostfile 'missing'; this host is used\n"
+    for words, first, said in (
+        ("-q", own, ""),
+        ("--log_level error --no_local_rank", "", ""),
+        ("--no_ssh", own, warning),
+    ):
+        assert deepspeed.main([*words.split(), *"-H missing --dry_run --num_gpus 2 --module job --lr 1".split()]) == 0
+        assert capsys.readouterr() == (f"2 x {sys.executable} -m job {first}--lr 1\n", said)
+
+
 SCRIPT = """
 import json, os, sys
 seen = [sys.argv[1:], os.environ["WORLD_SIZE"], os.environ.get("FROM_FILE"), sorted(os.sched_getaffinity(0))]
+seen.append(os.environ.get("FROM_SCRIPT"))
 with open(os.environ["RANK"], "w") as file:
     json.dump(seen, file)
 """
@@ -92,10 +127,12 @@ def test_several_hosts_are_started_by_ssh_with_this_one_s_folder_and_environment
     ssh.write_text('#!/bin/sh\necho "$@" >> asked\nfor last; do :; done\ncd / && exec env -u FROM_FILE $last\n')
     ssh.chmod(0o755)
     (tmp_path / "hosts").write_text("127.0.0.1 slots=1\nelsewhere.invalid slots=2\n")
-    (tmp_path / ".deepspeed_env").write_text("FROM_FILE=a b\n")
-    options = ["-H", "hosts", "--ssh_port", "2222", "--master_port", "29877", "script.py", "a $x"]
-    _, found = run(tmp_path, *options, PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    (tmp_path / ".deepspeed_env").write_text("FROM_FILE=a b \n")
+    (tmp_path / "activate").write_text("export FROM_SCRIPT=read\n")
+    options = "-H hosts --launcher PDSH --ssh_port 2222 --master_port 29877 --venv_script ./activate script.py".split()
+    _, found = run(tmp_path, *options, "a $x", PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     assert [row[:3] for row in found] == [[[f"--local_rank={rank}", "a $x"], "3", "a b"] for rank in (0, 0, 1)]
+    assert {row[4] for row in found} == {"read"}
     options = "-o BatchMode=yes -o ServerAliveInterval=5 -o ServerAliveCountMax=3"
     assert (tmp_path / "asked").read_text() == f"-T -p 2222 {options} elsewhere.invalid sh -s\n"
 
@@ -108,12 +145,17 @@ def test_what_mpirun_and_srun_start(
     for name in list(os.environ):
         if name.startswith(_PASSED_ON):
             monkeypatch.delenv(name)
+    for name in ("NCCL_DEBUG", "UCX_TLS", "PYTHONUTF8", "HOME_OF_A_SECRET", "CUDA_VISIBLE_DEVICES", TOKEN):
+        monkeypatch.setenv(name, "1")
     places = [("b", 1), ("b", 0), ("a", 3)]
     Path("ranks.json").write_text(json.dumps([{"rank": k, "host": h, "gpu": gpu} for k, (h, gpu) in enumerate(places)]))
-    Path(".parallel3d_env").write_text("A=4 (x2)\nB=1\n")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    Path("home").mkdir()
+    Path("home", ".deepspeed_env").write_text("A=4 (x2)\nB=0\n")
+    Path(".parallel3d_env").write_text("B=1\n")
     expected = {
-        "openmpi": "A='4 (x2)' B=1 mpirun -n 2 --host b:1,a:1 --bind-to none -x A -x B",
-        "mpich": "A='4 (x2)' B=1 mpirun -n 2 -ppn 1 -hosts b,a -genvlist A,B",
+        "openmpi": "A='4 (x2)' B=1 mpirun -n 2 --host b:1,a:1 --bind-to none -x NCCL_DEBUG -x UCX_TLS -x PYTHONUTF8 -x A -x B",
+        "mpich": "A='4 (x2)' B=1 mpirun -n 2 -ppn 1 -hosts b,a -genvlist NCCL_DEBUG,UCX_TLS,PYTHONUTF8,A,B",
         "slurm": "A='4 (x2)' B=1 srun --nodes 2 --ntasks 2 --ntasks-per-node 1 --export=ALL --no-kill --kill-on-bad-exit=0"
         " --cpu-bind=none --nodelist b,a",
     }
@@ -126,12 +168,13 @@ def test_what_mpirun_and_srun_start(
         said = capsys.readouterr().out
         program = f"{sys.executable} -m parallel3d.launcher.deepspeed --no_ssh --hostfile= --include=b:1,0@a:3 --master_addr=b"
         program += (
-            " --master_port=29500 --max_restarts=2 --bind_core_list=0,2,3 --module --no_local_rank job.train --lr 1"
+            " --master_port=29500 --max_restarts=2 --log_level=info --bind_core_list=0,2,3 --module --no_local_rank"
         )
-        assert said == f"{start} --x y {program}\n"
+        program += " job.train --lr 1"
+        assert said == f"NCCL_DEBUG=1 UCX_TLS=1 PYTHONUTF8=1 {start} --x y {program}\n"
         # What the host with index 1 makes of it.
         mine = deepspeed.parse_args([*program.split()[3:]])
-        assert choose_hosts(mine, 4) == {"b": [1, 0], "a": [3]}
+        assert choose_hosts(mine) == {"b": [1, 0], "a": [3]}
         monkeypatch.setenv(
             "SLURMD_NODENAME" if launcher == "slurm" else "PMI_RANK", "a" if launcher == "slurm" else "1"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
 from parallel3d.engine.flops import peak_of
+from parallel3d.logs import logger
 from parallel3d.monitor.memory import format_table
 
 
@@ -152,11 +152,11 @@ class FlopsProfiler:
             lines.append(f"depth {depth}: " + ", ".join(f"{name} {flops_to_string(counts[name])}" for name in most))
         if detailed:
             lines.append(self._table(names))
-        text = "\n".join(lines) + "\n"
+        text = "\n".join(lines)
         if output_file:
-            Path(output_file).write_text(text, encoding="utf-8")
+            Path(output_file).write_text(text + "\n", encoding="utf-8")
         else:
-            sys.stdout.write(text)
+            logger.info("%s", text)
 
     def _table(self, names: Sequence[str]) -> str:
         """Format a row for each module that ran."""

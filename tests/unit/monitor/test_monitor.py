@@ -44,21 +44,27 @@ def test_a_terminal_has_a_bar_instead_of_lines(monkeypatch: pytest.MonkeyPatch):
 
     screen = Terminal()
     monkeypatch.setattr(sys, "stdout", screen)
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
     train(4, steps_per_print=2, monitor={"peak_flops": PEAK, "progress": 8})
     sys.stdout.flush()
     shown = screen.getvalue()
     assert "step 2: " not in shown
-    for part in ("loss ", "grad norm ", "lr 0.1", "tokens/s", "MFU ", "memory "):
-        assert part in shown
+    last = shown[shown.index("4/8") :]
+    for part in ("━", "loss", "norm", "lr", "s/step", "tokens/s", "MFU", "memory"):
+        assert part in last
 
 
 def test_all_that_is_printed_goes_through_the_logger(capsys: pytest.CaptureFixture[str]):
     level = parallel3d.logger.level
     parallel3d.logger.setLevel("WARNING")
     try:
-        train(1, steps_per_print=1, dump_state=True, memory_breakdown=True, wall_clock_breakdown=True)
+        everything = dict.fromkeys(("dump_state", "memory_breakdown", "wall_clock_breakdown"), True)
+        counted = {
+            "flops_profiler": {"enabled": True, "profile_step": 0},
+            "comms_logger": {"enabled": True, "verbose": True},
+        }
+        train(1, steps_per_print=1, **everything, **counted)
         assert capsys.readouterr() == ("", "")
         parallel3d.logger.warning("of the script")
         assert capsys.readouterr() == ("", "of the script\n")

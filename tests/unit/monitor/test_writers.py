@@ -86,6 +86,12 @@ def test_what_is_due_is_written_with_its_step(tmp_path: Path):
     assert last["elapsed_time_ms_backward"] >= last["elapsed_time_ms_backward_inner"] > 0
 
 
+def test_fp16_writes_its_loss_scale(tmp_path: Path):
+    train(2, fp16={"enabled": True, "loss_scale": 128}, run_record={"directory": str(tmp_path)}).monitor.flush()
+    _, *steps = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert [(step["train_loss"], step["loss_scale"]) for step in steps] == [(1.0, 128.0), (0.875, 128.0)]
+
+
 def test_tensorboards_own_reader_finds_the_scalars(tmp_path: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -109,22 +115,26 @@ def finished(run: Any) -> Path:
     return Path(run.settings.sync_file)
 
 
-def history(file: Path) -> list[dict[str, Any]]:
-    """Read the rows of an offline run: a log of LevelDB's format, of wandb's own records."""
+def records(file: Path) -> list[Any]:
+    """Read an offline run: a log of LevelDB's format, of wandb's own records."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, rows, at, part = file.read_bytes(), [], 7, b""
+    data, found, at, part = file.read_bytes(), [], 7, b""
     while at < len(data):
         length, kind = struct.unpack_from("<HB", data, at + 4)
         part += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # whole, or its last part
-            items = Record.FromString(part).history.item  # none in records of other kinds
-            rows += [{"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items}] if items else []
+            found.append(Record.FromString(part))
             part = b""
         if (left := -at % 32768) < 7:  # of a block
             at += left
-    return rows
+    return found
+
+
+def history(file: Path) -> list[dict[str, Any]]:
+    rows = [record.history.item for record in records(file)]  # none in records of other kinds
+    return [{"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items} for items in rows if items]
 
 
 @pytest.fixture
@@ -155,8 +165,11 @@ def test_a_librarys_run_of_wandb_that_counts_other_steps_is_joined(wandb: Any):
     engine.step()
     engine.monitor.flush()
     assert wandb.run is run
-    *_, row = history(finished(run))
+    file = finished(run)
+    *_, row = history(file)
     assert (row["_step"], row["Train/Samples"], row["Train/Samples/train_loss"]) == (1, SAMPLES, 1.0)
+    axes = {record.metric.glob_name: record.metric.step_metric for record in records(file)}
+    assert axes["Train/Samples/*"] == "Train/Samples"
 
 
 FAILING = """
@@ -196,6 +209,10 @@ def test_mlflows_file_store_has_the_values(monkeypatch: pytest.MonkeyPatch, tmp_
     for name, series in SERIES.items():
         assert [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, name)] == series
     assert mlflow.artifacts.load_dict(f"{run.info.artifact_uri}/config.json")["layout"] == "pp1,1f1b,m1,mb4"
+    with mlflow.start_run() as run:  # of a library
+        train(1, mlflow=section).monitor.flush()
+        mlflow.flush_async_logging()
+    assert [m.value for m in client.get_metric_history(run.info.run_id, "Train/Samples/train_loss")] == [1.0]
 
 
 def test_comet_gets_metrics_at_its_interval(monkeypatch: pytest.MonkeyPatch):

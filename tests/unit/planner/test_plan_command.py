@@ -304,8 +304,16 @@ def test_overlapping_intervals_are_said_to_be_so(target, tmp_path, capsys) -> No
 @pytest.mark.parametrize(
     ("cluster", "lines", "started"),
     [
-        ("2xH200", {"run.sh": 'exec parallel3d --num_gpus 2 "$@" --deepspeed_config'}, ["2 x train.py"]),
-        ("2xcpu", {"run.sh": 'exec parallel3d --num_procs 2 "$@" --deepspeed_config'}, ["2 x train.py"]),
+        (
+            "2xH200",
+            {"run.sh": 'exec parallel3d --num_gpus 2 "$@" --deepspeed_config'},
+            ["2 x ", " train.py --deepspeed"],
+        ),
+        (
+            "2xcpu",
+            {"run.sh": 'exec parallel3d --num_procs 2 "$@" --deepspeed_config'},
+            ["2 x ", " train.py --deepspeed"],
+        ),
         (
             "2x4xH200",
             {

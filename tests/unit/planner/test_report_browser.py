@@ -345,7 +345,7 @@ def test_words_stand_out_from_their_ground(page, scheme):
     assert (sum(lane_colour(page)) > 3 * 200) == (scheme == "light")
 
 
-@pytest.mark.parametrize("pixels", [420, 800, 1280, 2000])
+@pytest.mark.parametrize("pixels", [420, 500, 1280, 2000])
 def test_page_fits_its_window(page, pixels):
     with width(page, pixels):
         assert page.execute_script("return document.documentElement.scrollWidth") <= pixels

@@ -130,6 +130,8 @@ def test_it_can_be_read_in_windows_of_any_width(page: Any, scheme: str):
     for pixels in (500, 1280):
         with width(page, pixels):
             assert page.execute_script("return document.documentElement.scrollWidth") <= pixels
+            ends = "return [...document.querySelectorAll('.curve svg')].map(e => e.getBoundingClientRect().right)"
+            assert 0 < max(page.execute_script(ends)) <= pixels  # where a curve is newest
 
 
 def test_names_are_only_ever_text(driver: Any, tmp_path: Path):
