@@ -78,8 +78,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
-    """Let the garbage collector visit nothing that was imported or collected. Of xdist's workers and of what starts them."""
+    """Let the garbage collector visit nothing that was imported or collected. Of xdist's workers and of what starts them.
+
+    It runs more seldom than by default, where a plan's many small objects had it take a tenth of the time.
+    """
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
     gc.enable()
 
 
