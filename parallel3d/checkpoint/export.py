@@ -20,8 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from parallel3d.checkpoint.directory import sync
 from parallel3d.checkpoint.format import MASTER, MODEL
-from parallel3d.checkpoint.pending import sync
 from parallel3d.checkpoint.read import Reader
 from parallel3d.errors import CheckpointError, ConfigError
 

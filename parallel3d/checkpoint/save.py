@@ -21,10 +21,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from parallel3d.checkpoint.directory import check_tag
+from parallel3d.checkpoint.directory import PendingSave, check_tag, sync, write_file
 from parallel3d.checkpoint.format import MANIFEST, Manifest, checksum, manifest_text, stored_file
 from parallel3d.checkpoint.parts import Part
-from parallel3d.checkpoint.pending import PendingSave, sync, write_file
 from parallel3d.comm.coordination import CollectiveDecision
 from parallel3d.config import CheckpointConfig
 from parallel3d.errors import CheckpointError

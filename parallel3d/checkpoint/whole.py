@@ -10,11 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from parallel3d.checkpoint.directory import check_tag
+from parallel3d.checkpoint.directory import PendingSave, check_tag, write_file
 from parallel3d.checkpoint.format import MANIFEST, Manifest, manifest_text
 from parallel3d.checkpoint.optimizer import merge_groups
 from parallel3d.checkpoint.parts import parts_of
-from parallel3d.checkpoint.pending import PendingSave, write_file
 from parallel3d.checkpoint.save import write_parts
 from parallel3d.checkpoint.values import encode
 from parallel3d.errors import CheckpointError

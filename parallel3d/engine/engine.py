@@ -29,10 +29,10 @@ from parallel3d.kernels.all_reduce import open_tensor_parallel
 from parallel3d.monitor.steps import StepMonitor
 from parallel3d.optim.precision import make_precision
 from parallel3d.pipe.batch import TrainingData
+from parallel3d.pipe.blocks import SingleStageModule
 from parallel3d.pipe.executor import no_record
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.pipe.numerics import NumericsCheck
-from parallel3d.pipe.single_stage import SingleStageModule
 from parallel3d.rng import same_stream
 from parallel3d.schedule.auto import Plan
 

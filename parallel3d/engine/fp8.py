@@ -17,9 +17,8 @@ from parallel3d.config.section import LayerNames
 from parallel3d.errors import ConfigError
 from parallel3d.kernels.fp8 import MULTIPLE
 from parallel3d.logs import logger
-from parallel3d.pipe.blocks import blocks_of
+from parallel3d.pipe.blocks import SingleStageModule, blocks_of
 from parallel3d.pipe.module import PipelineModule
-from parallel3d.pipe.single_stage import SingleStageModule
 from parallel3d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 # Ada's; Hopper's is 9.0.

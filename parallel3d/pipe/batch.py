@@ -17,9 +17,9 @@ from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.structures import describe
 from parallel3d.config import BatchSizes, Config, resolve_batch
 from parallel3d.errors import ConfigError, DataError, PeerDataError, PeerEndOfData
+from parallel3d.pipe.blocks import SingleStageModule
 from parallel3d.pipe.data import MicroBatchSampler, RepeatingLoader, ReplicaSamples
 from parallel3d.pipe.module import PipelineModule
-from parallel3d.pipe.single_stage import SingleStageModule
 
 _NO_DATA_NEEDED = -1
 _FAILED = -2

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from parallel3d.deepspeed.ops.named import OptimizerName
-from parallel3d.optim.lion import Lion
-from parallel3d.optim.optimizers import Parameters, build_optimizer
+from parallel3d.optim.optimizers import Lion, Parameters, build_optimizer
 
 
 @OptimizerName.of(Lion)

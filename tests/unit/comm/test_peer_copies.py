@@ -10,7 +10,7 @@ import pytest
 import torch
 from streams import CurrentStream, ThreadStream
 
-from parallel3d.comm.peer import rings
+from parallel3d.comm.peer import copies
 from parallel3d.comm.peer.copies import PeerCopies, TensorKind, open_peer_copies, pipeline_channels
 from parallel3d.comm.peer.symmetric import Unavailable
 
@@ -70,6 +70,6 @@ def test_all_tensors_of_a_message_arrive_in_both_directions() -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_no_copies_where_there_is_one_stage_or_an_obstacle(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     reason = Unavailable("no room", "make some") if size == 2 else None
-    monkeypatch.setattr(rings, "check_axis", lambda *arguments: reason)
+    monkeypatch.setattr(copies, "check_axis", lambda *arguments: reason)
     groups = SimpleNamespace(pipe=SimpleNamespace(size=size), coordinate=lambda axis: 0)
     assert open_peer_copies(cast(Any, groups), torch.device("cpu")) is None

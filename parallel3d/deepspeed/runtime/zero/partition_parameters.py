@@ -9,8 +9,8 @@ import torch
 
 from parallel3d.deepspeed.accelerator import get_accelerator
 from parallel3d.zero.external import register_external_parameter, unregister_external_parameter
-from parallel3d.zero.gathered import GatheredParameters
 from parallel3d.zero.init import Init
+from parallel3d.zero.weights import GatheredParameters
 from parallel3d.zero.weights import WeightState as ZeroParamStatus
 
 __all__ = [
