@@ -18,13 +18,14 @@ import os
 import re
 import secrets
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from parallel3d.checkpoint.format import MANIFEST, Manifest, read_manifest
+from parallel3d.checkpoint.format import MANIFEST, Manifest, manifest_text, read_manifest
 from parallel3d.errors import CheckpointError, nearest
 
 LATEST = "latest"
@@ -234,14 +235,28 @@ class PendingSave:
             self._lock.flush()
             self.path.mkdir()
 
-    @contextmanager
-    def committing(self) -> Iterator[int]:
-        """Lock the names of the directory; yield this save's place in the order of saves, for its manifest."""
-        with _names_locked(self._save_dir):
-            yield 1 + max((order_of(path) for _, path in saved(self._save_dir)), default=0)
+    def commit(self, manifest: Manifest, keep_last: int | None = None) -> None:
+        """Give the checkpoint, whose other files are on the disk, its manifest and its name.
 
-    def commit(self) -> None:
-        """Give the checkpoint, which is on the disk, its name, and remove the one that had it."""
+        If the manifest says so, `latest` names it then, and all but the newest `keep_last` of such checkpoints are removed.
+        """
+        with _names_locked(self._save_dir):
+            order = 1 + max((order_of(path) for _, path in saved(self._save_dir)), default=0)
+            write_file(self.path / MANIFEST, manifest_text(manifest.model_copy(update={"order": order})))
+            self._replace()
+            if not manifest.latest:
+                return
+            write_file(self._folder / LATEST, self._tag)
+            (self._folder / LATEST).rename(self._save_dir / LATEST)
+            sync(self._save_dir)
+            try:
+                if keep_last is not None:
+                    keep_newest(self._save_dir, keep_last)
+            except OSError as error:
+                warnings.warn(f"checkpoints older than {self.place} can't be removed: {error}", stacklevel=2)
+
+    def _replace(self) -> None:
+        """Give the checkpoint its name, and remove the one that had it."""
         place = self.place
         sync(self.path)
         if place.is_symlink():
@@ -256,30 +271,25 @@ class PendingSave:
                     path.rename(place / path.name)
             _remove_files(self._old)
 
-    def set_latest(self) -> None:
-        """Let `latest` name the tag."""
-        write_file(self._folder / LATEST, self._tag)
-        (self._folder / LATEST).rename(self._save_dir / LATEST)
-        sync(self._save_dir)
-
-    def keep_newest(self, number: int) -> None:
-        """Remove all but the newest `number` of the checkpoints that were saved as the latest.
-
-        The one that `latest` names stays, and so do copies and links under other names than they were saved by.
-        """
-        counted = [
-            found
-            for found in complete_checkpoints(self._save_dir)
-            if found.manifest.latest and found.manifest.tag == found.tag and not found.path.is_symlink()
-        ]
-        for found in counted[:-number]:
-            if found.tag != latest_tag(self._save_dir):
-                _remove_files(found.path)
-
     def end(self) -> None:
         """Remove what is left of the folder, and unlock it."""
         with self._lock:
             _end_folder(self._folder, self.place)
+
+
+def keep_newest(save_dir: Path, number: int) -> None:
+    """Remove all but the newest `number` of the checkpoints that were saved as the latest.
+
+    The one that `latest` names stays, and so do copies and links under other names than they were saved by.
+    """
+    counted = [
+        found
+        for found in complete_checkpoints(save_dir)
+        if found.manifest.latest and found.manifest.tag == found.tag and not found.path.is_symlink()
+    ]
+    for found in counted[:-number]:
+        if found.tag != latest_tag(save_dir):
+            _remove_files(found.path)
 
 
 def remove_leftovers(save_dir: Path) -> None:

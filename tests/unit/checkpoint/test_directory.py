@@ -36,15 +36,8 @@ def write(save_dir: Path, tag: str, saved: float, latest: bool = True, keep: int
     pending = PendingSave(save_dir, tag)
     (pending.path / "rank00000-00.safetensors").write_bytes(b"12345678")
     files = {"rank00000-00.safetensors": StoredFile(num_bytes=8, header_crc32=0)}
-    with pending.committing() as order:
-        values = {"tag": tag, "saved": saved, "latest": latest, "files": files, "tensors": {}, "ranks": []}
-        manifest = Manifest(**values, order=order, state={"saved": saved})
-        d.write_file(pending.path / MANIFEST, manifest_text(manifest))
-        pending.commit()
-        if latest:
-            pending.set_latest()
-        if keep is not None:
-            pending.keep_newest(keep)
+    values = {"tag": tag, "saved": saved, "latest": latest, "files": files, "tensors": {}, "ranks": []}
+    pending.commit(Manifest(**values, state={"saved": saved}), keep)
     pending.end()
 
 
@@ -121,7 +114,7 @@ def test_the_newest_are_kept_and_what_latest_names_and_what_was_saved_beside(tmp
     pending = PendingSave(tmp_path, "beside")
     write(tmp_path, "step6", saved=6.0)
     (tmp_path / "latest").write_text("step5")
-    pending.keep_newest(1)
+    d.keep_newest(tmp_path, 1)
     pending.end()
     assert names(tmp_path) == ["latest", "step1", "step3", "step5", "step6"]
 
@@ -226,7 +219,7 @@ def test_names_that_another_process_holds_locked_are_waited_for_and_then_reporte
     monkeypatch.setattr(d, "_LOCK_S", 0.05)
     pending = PendingSave(tmp_path, "step1")
     with (
-        pending.committing(),
+        d._names_locked(tmp_path),
         pytest.raises(CheckpointError, match=r"another process has held .*/lock for .* s; end that"),
     ):
         PendingSave(tmp_path, "step2")
@@ -246,8 +239,8 @@ def test_a_name_that_can_not_be_given_leaves_the_old_checkpoint(
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", full)
-    with pending.committing(), pytest.raises(OSError, match="No space"):
-        pending.commit()
+    with pytest.raises(OSError, match="No space"):
+        pending.commit(manifest())
     pending.end()
     assert tags(tmp_path) == ["step1"]
     assert d.check_complete(tmp_path / "step1").saved == 1.0
