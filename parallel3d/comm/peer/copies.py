@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -229,27 +229,6 @@ _ALIGNED_BYTES = 4096
 _MOST_VIEWS = 1024  # number of views kept, for shapes that change between batches
 
 
-@dataclass(frozen=True)
-class TensorKind:
-    """Shape, dtype and device of a contiguous tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Bytes of its elements."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
-
-    def empty(self) -> Tensor:
-        """Return such a tensor in memory of PyTorch's allocator."""
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
-
-
 class PeerCopies:
     """Channels of this rank from and to its neighbours in a pipeline whose ranks share a host. Made by `open_peer_copies`.
 
@@ -281,9 +260,9 @@ class PeerCopies:
             works.append(Copied(queue.mark(), data))
         return works
 
-    def receive(self, kinds: Sequence[TensorKind], stage: int) -> list[Arriving]:
-        """Post the receipt of the next message of a stage, tensors of at least one byte each."""
-        return [self._receivers[stage].expect(kind.empty()) for kind in kinds]
+    def receive(self, buffers: Sequence[Tensor], stage: int) -> list[Arriving]:
+        """Post the receipt of the next message of a stage, tensors of at least one byte each, into these buffers."""
+        return [self._receivers[stage].expect(buffer) for buffer in buffers]
 
 
 def pipeline_channels(num_stages: int) -> Channels:
