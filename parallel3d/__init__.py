@@ -4,13 +4,10 @@ What it offers is imported when it is first used: the commands' help does withou
 """
 
 import sys
-from collections.abc import Sequence
 from importlib import import_module
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import spec_from_loader
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from parallel3d.aliases import Finder
 
 if TYPE_CHECKING:
     from parallel3d import comm, pipe, zero
@@ -58,52 +55,30 @@ __all__ = [
     "zero",
 ]
 
-# Name -> the module that defines it; the modules themselves are named by _PACKAGES.
-_MODULES = {
-    "DeepSpeedConfig": "deepspeed.names",
-    "DeepSpeedEngine": "deepspeed.accessors",
+# Names that are no modules -> the modules that define them.
+_PLACES = {
     "Engine": "engine",
-    "LayerSpec": "pipe",
-    "OnDevice": "deepspeed.names",
     "Parallel3DError": "errors",
-    "PipelineEngine": "deepspeed.accessors",
-    "PipelineModule": "pipe",
     "RepeatingLoader": "pipe.data",
-    "TiedLayerSpec": "pipe",
     "add_config_arguments": "deepspeed.arguments",
     "get_accelerator": "deepspeed.accelerator",
     "init_distributed": "comm",
     "initialize": "initialization",
-    "log_dist": "deepspeed.utils",
-    "logger": "deepspeed.utils",
     "tp_model_init": "models.huggingface.in_place",
+    **dict.fromkeys(("DeepSpeedConfig", "OnDevice"), "deepspeed.names"),
+    **dict.fromkeys(("DeepSpeedEngine", "PipelineEngine"), "deepspeed.accessors"),
+    **dict.fromkeys(("LayerSpec", "PipelineModule", "TiedLayerSpec"), "pipe"),
+    **dict.fromkeys(("log_dist", "logger"), "deepspeed.utils"),
 }
-_PACKAGES = {name: name for name in ("comm", "pipe", "zero")}
-_PACKAGES |= {name: f"deepspeed.{name}" for name in ("accelerator", "checkpointing", "ops", "runtime", "utils")}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PACKAGES:
-        value: Any = import_module(f"parallel3d.{_PACKAGES[name]}")
-    elif name in _MODULES:
-        value = getattr(import_module(f"parallel3d.{_MODULES[name]}"), name)
-    else:
+    if name not in __all__:
         raise AttributeError(f"module 'parallel3d' has no attribute {name!r}")
-    globals()[name] = value
+    place = _PLACES.get(name)
+    value: Any = import_module(f"parallel3d.{place or name}")
+    globals()[name] = value = value if place is None else getattr(value, name)
     return value
 
 
-class _Finder(MetaPathFinder):
-    """Finds parallel3d.ops and others by DeepSpeed's import paths; parallel3d.deepspeed has them, and takes long to import."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        package, _, name = fullname.rpartition(".")
-        if package != __name__ or (name != "arguments" and _PACKAGES.get(name, name) == name):
-            return None
-        alias = import_module("parallel3d.deepspeed.aliases").Alias
-        return spec_from_loader(fullname, alias(sys.modules.pop(fullname)), is_package=True)
-
-
-sys.meta_path.append(_Finder())
+sys.meta_path.append(Finder("parallel3d"))

@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_map_only
 from parallel3d.comm.collectives import all_gather_into, all_gather_object, broadcast
 from parallel3d.errors import ConfigError
 from parallel3d.models.huggingface.pipeline import HuggingFacePipeline
-from parallel3d.models.loss import IGNORED
-from parallel3d.models.sliced import SlicedLogits
+from parallel3d.models.loss import IGNORED, SlicedLogits
 
 _Trainer: Any = object
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,23 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm.collectives import Group, all_gather_into
-from parallel3d.kernels.all_reduce import all_reduce_ref
-from parallel3d.kernels.reduce_scatter import reduce_scatter_ref
+
+
+def all_reduce_ref(parts: Sequence[Tensor]) -> Tensor:
+    """Sum equal tensors in their order, at least in fp32, and return the sum in their dtype."""
+    wide = torch.promote_types(parts[0].dtype, torch.float32)
+    total = parts[0].to(wide)
+    for part in parts[1:]:
+        total = total + part.to(wide)
+    return total.to(parts[0].dtype)
+
+
+def reduce_scatter_ref(parts: Sequence[Tensor], wire: torch.dtype) -> Tensor:
+    """Round equal tensors to the dtype in which they travel and return their sum in fp32, in their order."""
+    total = parts[0].to(wire).float()
+    for part in parts[1:]:
+        total = total + part.to(wire).float()
+    return total
 
 
 class GatheredSums:

@@ -15,7 +15,7 @@ from parallel3d import DeepSpeedEngine as Engine
 from parallel3d.config import load
 from parallel3d.config.layout import Layout, configuration, parse_layout
 from parallel3d.models import CausalLMLoss, DecoderConfig
-from parallel3d.models.decoder import decoder
+from parallel3d.models.blocks import decoder
 from parallel3d.monitor.memory import LiveStorages, RunMemory
 from parallel3d.pipe import PipelineModule
 from parallel3d.pipe import units as pipe_units

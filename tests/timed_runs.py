@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from parallel3d import DeepSpeedEngine as Engine
 from parallel3d.comm.collectives import Group, Work, all_gather_object, all_reduce
-from parallel3d.comm.peer.copies import TensorKind
 from parallel3d.comm.transport import Incoming, Transport
 
 HIDDEN, MICRO_BATCHES = 4, 6
@@ -81,9 +80,8 @@ class TimedTransport(Transport):
     def send(self, tensors: Sequence[Tensor], stage: int) -> None:
         super().send([*tensors, torch.tensor([CLOCK.now], dtype=torch.float64)], stage)
 
-    def receive(self, kinds: Sequence[TensorKind], stage: int) -> Sequence[Incoming]:
-        stamp = TensorKind((1,), torch.float64, torch.device("cpu"))
-        *others, last, stamped = super().receive([*kinds, stamp], stage)
+    def receive(self, buffers: Sequence[Tensor], stage: int) -> Sequence[Incoming]:
+        *others, last, stamped = super().receive([*buffers, torch.empty(1, dtype=torch.float64)], stage)
         return [*others, _Arrival(last, stamped)]
 
 

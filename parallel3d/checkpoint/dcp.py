@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from parallel3d.checkpoint.export import check_empty
-from parallel3d.checkpoint.format import MASTER, MODEL, OPTIMIZER, TrainingState
+from parallel3d.checkpoint.format import MODEL, OPTIMIZER, TrainingState, sources
 from parallel3d.checkpoint.read import Reader
 from parallel3d.checkpoint.values import decode
 from parallel3d.checkpoint.whole import WholeCheckpoint
@@ -53,11 +52,8 @@ def export_dcp(checkpoint: Path, directory: Path) -> None:
 
     reader = Reader(checkpoint)
     TrainingState.check(reader.manifest, checkpoint)
-    model: dict[str, Tensor] = {}
     optimizer: dict[str, Any] = {}
-    for prefix in (MODEL, MASTER):
-        stored = [name for name in reader.tensors if name.startswith(prefix)]
-        model |= {name.removeprefix(prefix): reader.read(name) for name in stored}
+    model = {name: reader.read(source) for name, source in sources(reader.tensors).items()}
     copies = reader.manifest.state.get("copies", {})
     model |= {copy: model[name] for copy, name in copies.items() if name in model}
     for source in (name for name in reader.tensors if name.startswith(OPTIMIZER)):

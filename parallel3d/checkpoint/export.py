@@ -20,8 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from parallel3d.checkpoint.format import MASTER, MODEL
-from parallel3d.checkpoint.pending import sync
+from parallel3d.checkpoint.directory import sync
+from parallel3d.checkpoint.format import sources
 from parallel3d.checkpoint.read import Reader
 from parallel3d.errors import CheckpointError, ConfigError
 
@@ -158,11 +158,8 @@ def export_checkpoint(
         raise CheckpointError(problem)
     reader = Reader(checkpoint)
     known: Mapping[str, Any] | None = None if plain else reader.manifest.state.get("huggingface")
-    sources: dict[str, str] = {}
-    for prefix in (MODEL, MASTER) if masters else (MODEL,):
-        sources |= {name.removeprefix(prefix): name for name in reader.tensors if name.startswith(prefix)}
     targets: dict[str, tuple[Stored, torch.dtype]] = {}
-    for name, source in sorted(sources.items()):
+    for name, source in sorted(sources(reader.tensors, masters).items()):
         tensor = reader.tensors[source]
         if known is None:
             targets[source] = all_of(name, *tensor.shape), tensor.torch_dtype

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,6 +27,12 @@ MANIFEST = "manifest.json"
 VERSION = 1
 _MOST_BYTES = 2**30  # of a manifest
 MODEL, MASTER, OPTIMIZER = "model/", "master/", "optimizer/"
+
+
+def sources(stored: Collection[str], masters: bool = True) -> dict[str, str]:
+    """Return what is stored of each weight or buffer, by its name in the model; with masters, its master where there is one."""
+    prefixes = (MODEL, MASTER) if masters else (MODEL,)
+    return {name.removeprefix(prefix): name for prefix in prefixes for name in stored if name.startswith(prefix)}
 
 
 class _Record(BaseModel):

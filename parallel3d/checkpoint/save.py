@@ -21,10 +21,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from parallel3d.checkpoint.directory import check_tag
-from parallel3d.checkpoint.format import MANIFEST, Manifest, checksum, manifest_text, stored_file
+from parallel3d.checkpoint.directory import PendingSave, check_tag, sync
+from parallel3d.checkpoint.format import Manifest, checksum, stored_file
 from parallel3d.checkpoint.parts import Part
-from parallel3d.checkpoint.pending import PendingSave, sync, write_file
 from parallel3d.comm.coordination import CollectiveDecision
 from parallel3d.config import CheckpointConfig
 from parallel3d.errors import CheckpointError
@@ -188,26 +187,12 @@ class Saver:
             for name, file in manifest.files.items():
                 if (job.directory / name).stat().st_size != file.num_bytes:
                     raise OSError(f"rank 0 finds {job.directory / name} shorter than it was written")
-            with pending.committing() as order:
-                text = manifest_text(manifest.model_copy(update={"order": order}))
-                write_file(job.directory / MANIFEST, text)
-                pending.commit()
-                if job.latest:
-                    pending.set_latest()
-                    self._remove_older(pending)
+            pending.commit(manifest, self._settings.keep_last)
         except OSError as error:
             raise CheckpointError(
                 f"{pending.place} can't be written: {error}; what was saved before is as it was"
             ) from error
         return [None] * len(values)
-
-    def _remove_older(self, pending: PendingSave) -> None:
-        if self._settings.keep_last is None:
-            return
-        try:
-            pending.keep_newest(self._settings.keep_last)
-        except OSError as error:
-            warnings.warn(f"checkpoints older than {pending.place} can't be removed: {error}", stacklevel=2)
 
     def _end_pending(self) -> None:
         """Remove what is left of a save that was written or has failed."""

@@ -10,11 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from parallel3d.checkpoint.directory import check_tag
-from parallel3d.checkpoint.format import MANIFEST, Manifest, manifest_text
+from parallel3d.checkpoint.directory import PendingSave, check_tag
+from parallel3d.checkpoint.format import Manifest
 from parallel3d.checkpoint.optimizer import merge_groups
 from parallel3d.checkpoint.parts import parts_of
-from parallel3d.checkpoint.pending import PendingSave, write_file
 from parallel3d.checkpoint.save import write_parts
 from parallel3d.checkpoint.values import encode
 from parallel3d.errors import CheckpointError
@@ -76,12 +75,8 @@ class WholeCheckpoint:
             pending = PendingSave(save_dir, check_tag(tag))
             try:
                 written = write_parts(pending.path, 0, parts, may_thread=True)
-                with pending.committing() as order:
-                    entries = {"tag": tag, "order": order, "saved": time.time(), "latest": True, **written}
-                    manifest = Manifest.model_validate({**entries, "state": state, "ranks": [own]})
-                    write_file(pending.path / MANIFEST, manifest_text(manifest))
-                    pending.commit()
-                    pending.set_latest()
+                entries = {"tag": tag, "saved": time.time(), "latest": True, **written}
+                pending.commit(Manifest.model_validate({**entries, "state": state, "ranks": [own]}))
             finally:
                 pending.end()
         except OSError as error:

@@ -216,7 +216,7 @@ def _add_trace(commands: Any) -> None:
     )
     parser.add_argument("run_directory", type=Path, metavar="RUN", help="directory with trace-RANK.json.gz")
     parser.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: RUN/trace.json.gz)")
-    parser.set_defaults(run="trace:run")
+    parser.set_defaults(run="report:trace")
 
 
 def _share(text: str) -> float:

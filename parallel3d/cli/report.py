@@ -1,4 +1,4 @@
-"""`p3d report`: the page of a training, as a file or live on this host's loopback address."""
+"""`p3d report`: the page of a training, as a file or live on this host's loopback address; `p3d trace`: its traces as one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from parallel3d.atomic_write import write_whole
 from parallel3d.errors import ConfigError
+from parallel3d.monitor.traces import MERGED, merge_traces
 from parallel3d.planner.report.run import read_run, run_page
 
 _LOOPBACK = "127.0.0.1"
@@ -68,3 +69,11 @@ class _Live(BaseHTTPRequestHandler):
 
     def log_message(self, *arguments: object) -> None:
         """Print nothing for each request."""
+
+
+def trace(options: argparse.Namespace) -> int:
+    """Make one trace for Perfetto of what engine.profile has recorded on all ranks, and print where it is."""
+    out: Path = options.out or options.run_directory / MERGED
+    ranks = merge_traces(options.run_directory, out)
+    print(f"{out}: {ranks} ranks; open it at https://ui.perfetto.dev")
+    return 0

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from parallel3d.comm.peer.copies import TensorKind
-
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -22,9 +20,9 @@ class TensorSpec:
     dtype: torch.dtype
     requires_grad: bool
 
-    def on(self, device: torch.device) -> TensorKind:
-        """Return the kind of such a tensor on a device."""
-        return TensorKind(self.shape, self.dtype, device)
+    def empty(self, device: torch.device) -> Tensor:
+        """Return such a tensor, without a gradient, in new memory."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from parallel3d.comm.collectives import DONE, Awaited, Work, receive_bytes
 from parallel3d.comm.environment import local_device
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.comm.peer.copies import TensorKind, open_peer_copies
+from parallel3d.comm.peer.copies import open_peer_copies
 from parallel3d.comm.values import dump, load
 
 _HEADER_TAG, _HOST_TAG = 1, 2
@@ -114,20 +114,20 @@ class Transport:
         for work, data in zip(works, message, strict=True):
             self._keep(work, data, target)
 
-    def receive(self, kinds: Sequence[TensorKind], stage: int) -> Sequence[Incoming]:
-        """Post the receive of the next message of the channel from `stage`, of tensors of these kinds."""
+    def receive(self, buffers: Sequence[Tensor], stage: int) -> Sequence[Incoming]:
+        """Post the receive of the next message of the channel from `stage` into these buffers, contiguous."""
         source = self._groups.pipe.ranks[stage]
         waiting = self._groups.pipe.waiting(f"a message of rank {source}", (source,))
-        full = [kind for kind in kinds if kind.nbytes]
+        full = [buffer for buffer in buffers if buffer.nbytes]
         if self._copies is not None and not self._by_host:
             inbound: Iterator[Incoming] = iter(self._copies.receive(full, stage))
         else:
-            inbound = (self._receive_by_backend(kind, stage) for kind in full)
-        return [Awaited(next(inbound), waiting) if kind.nbytes else _Buffered(DONE, kind.empty()) for kind in kinds]
+            inbound = (self._receive_by_backend(buffer, stage) for buffer in full)
+        return [Awaited(next(inbound), waiting) if buffer.nbytes else _Buffered(DONE, buffer) for buffer in buffers]
 
-    def _receive_by_backend(self, kind: TensorKind, stage: int) -> _Buffered:
-        buffer, (group, tag) = kind.empty(), self._channel(stage, self._stage)
-        staging = torch.empty(kind.nbytes, dtype=torch.uint8) if self._by_host else None
+    def _receive_by_backend(self, buffer: Tensor, stage: int) -> _Buffered:
+        group, tag = self._channel(stage, self._stage)
+        staging = torch.empty(buffer.nbytes, dtype=torch.uint8) if self._by_host else None
         data = _bytes(buffer) if staging is None else staging
         work = dist.irecv(data, self._groups.pipe.ranks[stage], group=group, tag=tag)
         assert work is not None

@@ -6,6 +6,7 @@ import math
 import platform
 import socket
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -26,7 +28,6 @@ from parallel3d.config.layout import Layout
 from parallel3d.config.section import dumped
 from parallel3d.engine.calls import StepProgress
 from parallel3d.engine.flops import ForwardFlops
-from parallel3d.engine.state_text import describe_state
 from parallel3d.engine.update import WeightUpdate
 from parallel3d.errors import ConfigError
 from parallel3d.logs import logger
@@ -42,7 +43,7 @@ from parallel3d.pipe.messages import Messages
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Program
 from parallel3d.schedule.lifetimes import peak_live
-from parallel3d.schedule.timing import Timeline
+from parallel3d.schedule.timing import Timeline, simulate
 from parallel3d.zero.memory import StateBytes, moments_of, predict_state, unit_sizes
 
 # Profiles of the steps after run_record.after_steps.
@@ -225,9 +226,23 @@ class Reports:
 
     def dump_state(self, program: Program) -> None:
         """Print, on rank 0, what was configured and built. Collective."""
-        text = describe_state(self._config, self._data.sizes, self._model, self._update, program)
-        if self._groups.rank == 0:
-            logger.info("%s", text)
+        update, topology = self._update, self._groups.topology
+        own = {str(owners): [b.numel for b in buckets] for owners, buckets in update.reducer.buckets.items()}
+        everyone = all_gather_object(own, self._groups.control)
+        if self._groups.rank:
+            return
+        state = {
+            "configuration in force": self._config.model_dump(mode="json"),
+            "batch": vars(self._data.sizes),
+            "topology": dict(zip(topology.axes, topology.dims, strict=True)),
+            "parts in which each gradient bucket is updated": update.policy.num_shards(self._groups.data.size),
+            "elements of the gradient buckets of the chunks": {k: v for one in everyone for k, v in one.items()},
+            f"program {program.name} of {program.num_micro_batches} micro-batches, bubble {simulate(program).bubble:.1%}": {
+                f"stage {k}": dict(Counter(i.op.name for i in stage)) for k, stage in enumerate(program.instructions)
+            },
+        }
+        text = yaml.safe_dump(state, sort_keys=False, default_flow_style=None, width=110)
+        logger.info("%spartition:\n%s", text, self._model.partition_table)
 
     def _memory_rows(self) -> dict[str, tuple[int, int]]:
         """Return this rank's (predicted, measured) bytes by component and by phase."""

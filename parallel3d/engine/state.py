@@ -30,7 +30,7 @@ from parallel3d.parameters import persistent_buffers, slicing_of
 from parallel3d.pipe.batch import TrainingData
 from parallel3d.pipe.module import PipelineModule, tied_copies
 from parallel3d.rng import RandomStreams, generator_states, set_generator_states
-from parallel3d.zero.values import weights_of
+from parallel3d.zero.weights import weights_of
 
 Location = str | os.PathLike[str]
 Json = dict[str, Any]

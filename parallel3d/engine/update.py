@@ -19,9 +19,8 @@ from parallel3d.optim.precision import LossScaler, Precision
 from parallel3d.parameters import ParameterInfo
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.schedule.instructions import Instruction, Op
-from parallel3d.zero.buckets import Bucket
+from parallel3d.zero.buckets import Bucket, FrozenBucket, shard_frozen
 from parallel3d.zero.disk import ScratchFile
-from parallel3d.zero.frozen import FrozenBucket, shard_frozen
 from parallel3d.zero.host_shards import HostShards
 from parallel3d.zero.memory import moments_of, predict_shards, predict_state
 from parallel3d.zero.optimizer import ShardedOptimizer, StepAgreement
@@ -29,8 +28,7 @@ from parallel3d.zero.parking import Parking
 from parallel3d.zero.policy import make_policy
 from parallel3d.zero.reducer import GradientReducer, check_precision
 from parallel3d.zero.storage import Storage, open_storage
-from parallel3d.zero.values import make_whole, weights_of
-from parallel3d.zero.weights import ShardedWeights, Units, tell_whole
+from parallel3d.zero.weights import ShardedWeights, Units, make_whole, tell_whole, weights_of
 from parallel3d.zero.whole_state import WholeState
 
 # Maximum number of parameters that the warning of an overflow lists.

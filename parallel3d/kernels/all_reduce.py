@@ -1,9 +1,8 @@
-"""All-reduce over NVLink (csrc/all_reduce.cu): the kernel and its reference in torch."""
+"""All-reduce over NVLink (csrc/all_reduce.cu)."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -24,15 +23,6 @@ MAX_BLOCKS = 128
 # Up to this size every rank reads the whole message of all peers, instead of summing its part for all.
 _ONE_SHOT_BYTES = {2: 512 * 2**10, 4: 512 * 2**10, 8: 256 * 2**10}
 _TRIAL_SIZES = (3, 2**18 + 3)  # summed in one shot and, by 4 ranks or more, in two
-
-
-def all_reduce_ref(parts: Sequence[Tensor]) -> Tensor:
-    """Sum equal tensors in their order, at least in fp32, and return the sum in their dtype."""
-    wide = torch.promote_types(parts[0].dtype, torch.float32)
-    total = parts[0].to(wide)
-    for part in parts[1:]:
-        total = total + part.to(wide)
-    return total.to(parts[0].dtype)
 
 
 class AllReduce(PeerKernel):

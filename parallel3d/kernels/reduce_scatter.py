@@ -1,9 +1,8 @@
-"""Reduce-scatter of gradients over NVLink (csrc/reduce_scatter.cu): the kernel and its reference in torch."""
+"""Reduce-scatter of gradients over NVLink (csrc/reduce_scatter.cu)."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -19,14 +18,6 @@ MAX_BLOCKS = 128
 # Blocks of a call that runs during a backward, which is then 2% shorter than with MAX_BLOCKS.
 SIDE_BLOCKS = 32
 _TRIAL_SIZES = (3, 2**16 + 3)
-
-
-def reduce_scatter_ref(parts: Sequence[Tensor], wire: torch.dtype) -> Tensor:
-    """Round equal tensors to the dtype in which they travel and return their sum in fp32, in their order."""
-    total = parts[0].to(wire).float()
-    for part in parts[1:]:
-        total = total + part.to(wire).float()
-    return total
 
 
 class ReduceScatter(PeerKernel):

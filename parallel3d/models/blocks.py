@@ -1,4 +1,4 @@
-"""Blocks of a decoder, each as one layer or as two, attention and feed-forward, between which a stage may end."""
+"""Decoders as lists of layers: each block is one layer or two, attention and feed-forward, between which a stage may end."""
 
 from __future__ import annotations
 
@@ -7,21 +7,34 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel3d.autograd.split_backward import autocast_dtype
+from parallel3d.errors import ConfigError, nearest
 from parallel3d.first_shapes import FirstShapes
 from parallel3d.kernels.rotary import rotate
 from parallel3d.kernels.swiglu import swiglu
 from parallel3d.models.config import DecoderConfig
-from parallel3d.models.huggingface.names import Part
-from parallel3d.models.layers import DecoderLayer, Stream, Travels, close_stream, make_norm, normalized, open_stream
-from parallel3d.models.tables import combined
+from parallel3d.models.huggingface.weights import Part, Weights
+from parallel3d.models.layers import (
+    DecoderLayer,
+    FinalNorm,
+    Head,
+    Stream,
+    TokenEmbedding,
+    Travels,
+    close_stream,
+    make_norm,
+    normalized,
+    open_stream,
+)
+from parallel3d.models.tables import Tables, combined
 from parallel3d.rng import own_stream
+from parallel3d.specs import LayerSpec, TiedLayerSpec
 from parallel3d.tensor_parallel.dropout import SlicedDropout
 from parallel3d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, column_outputs
 from parallel3d.tensor_parallel.regions import sum_gradients_over
@@ -248,3 +261,34 @@ def attend(
     if mask is None:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
     return dropout(scores.masked_fill(~mask, -math.inf).softmax(-1)) @ value
+
+
+def decoder(
+    config: DecoderConfig,
+    dtype: torch.dtype | None = None,
+    weights: Weights | None = None,
+    units: Literal["block", "half"] = "block",
+) -> list[LayerSpec]:
+    """Return the layers of a decoder for a PipelineModule: token ids [batch, seq] -> logits [batch, seq, vocab].
+
+    dtype: of the weights, torch's default one for None. weights: read by the layers that a rank builds, instead of drawn.
+    units: each block one layer, or two, its attention and its feed-forward, between which a stage may end, so that stages
+    can be balanced to half a block. The inputs may also be a dict, see TokenEmbedding. Raises ConfigError for other units.
+    """
+    if units not in ("block", "half"):
+        raise ConfigError(f'units is {units!r}; give "block" or "half".{nearest(str(units), ("block", "half"))}')
+    tables = Tables(config)
+    given: dict[str, Any] = {"weights": weights, "dtype": dtype}
+    kinds: tuple[type[DecoderLayer], ...] = (Block,) if units == "block" else (Attention, FeedForward)
+    blocks = [LayerSpec(kind, config, k, tables, **given) for k in range(config.num_layers) for kind in kinds]
+    norm = LayerSpec(FinalNorm, config, **given)
+    if not config.tied:
+        return [LayerSpec(TokenEmbedding, config, **given), *blocks, norm, LayerSpec(Head, config, **given)]
+    # Tied by the weight, not as a module: learned positions are the embedding's alone.
+    embedding = TiedLayerSpec("embedding", TokenEmbedding, config, tied_weight_attr="tokens.weight", **given)
+    return [
+        embedding,
+        *blocks,
+        norm,
+        TiedLayerSpec("embedding", Head, config, tied_weight_attr="logits.weight", **given),
+    ]

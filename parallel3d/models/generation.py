@@ -14,7 +14,7 @@ from torch import Tensor
 from parallel3d.activity import Phase
 from parallel3d.comm.collectives import all_gather_object, all_reduce_max, broadcast
 from parallel3d.errors import ConfigError, Parallel3DError, nearest
-from parallel3d.models.sliced import SlicedLogits
+from parallel3d.models.loss import SlicedLogits
 from parallel3d.pipe.batch import signature
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.rng import stream_seed

@@ -19,13 +19,12 @@ from parallel3d.errors import DataError
 from parallel3d.kernels.rms_norm import rms_norm
 from parallel3d.models.config import DecoderConfig
 from parallel3d.models.huggingface.config import config_json
-from parallel3d.models.huggingface.names import Part, names_of
-from parallel3d.models.huggingface.weights import Weights, load_layer, load_layer_later
-from parallel3d.models.sliced import Sharding, SlicedLogits, fill_whole
+from parallel3d.models.huggingface.weights import Part, Weights, load_layer, load_layer_later, names_of
+from parallel3d.models.loss import Sharding, SlicedLogits, fill_whole
 from parallel3d.models.tables import Tables
 from parallel3d.specs import BuildContext
-from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
 from parallel3d.tensor_parallel.linear import ColumnParallelLinear
+from parallel3d.tensor_parallel.vocabulary import VocabParallelEmbedding
 
 
 class Stream(NamedTuple):

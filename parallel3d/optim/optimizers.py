@@ -1,17 +1,129 @@
-"""Optimizers by the names that configurations use."""
+"""Optimizers by the names that configurations use, and calls of classes with a configuration's arguments."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import ModuleType
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from parallel3d.errors import ConfigError, nearest
-from parallel3d.optim.arguments import call, classes_of
-from parallel3d.optim.lion import Lion
+
+T = TypeVar("T")
+
+
+def classes_of(module: ModuleType, base: type[T]) -> dict[str, type[T]]:
+    """Return a module's subclasses of `base`, by name, without `base` itself."""
+    classes = {name: cls for name, cls in vars(module).items() if inspect.isclass(cls)}
+    return {name: cls for name, cls in classes.items() if issubclass(cls, base) and cls is not base}
+
+
+def call(
+    make: Callable[..., T],
+    first: Any,
+    params: Mapping[str, Any],
+    where: str,
+    more: Iterable[str] = (),
+    remedies: Mapping[str, str] | None = None,
+) -> T:
+    """Return make(first, **params).
+
+    - where: description of the params, for errors.
+    - more: further valid names, which the caller took out of params.
+    - remedies: remedy for each of some invalid names.
+
+    Raises ConfigError for names and values that don't fit.
+    """
+    parameters = list(inspect.signature(make).parameters.values())[1:]
+    known = [*(p.name for p in parameters), *more]
+    for key in params:
+        if key not in known:
+            remedy = (remedies or {}).get(key)
+            hint = f": {remedy}" if remedy else f"; it takes {', '.join(known)}.{nearest(key, known)}"
+            raise ConfigError(f"{where}: there is no {key!r}{hint}")
+    missing = [p.name for p in parameters if p.default is p.empty and p.name not in params]
+    if missing:
+        raise ConfigError(f"{where}: {', '.join(missing)} must be given; it takes {', '.join(known)}")
+    try:
+        return make(first, **params)
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(f"{where} don't fit it: {error}{_hint_of_texts(params)}") from error
+
+
+def _hint_of_texts(params: Mapping[str, Any]) -> str:
+    """Return a hint about a number that was read as a text, as YAML reads 1e-3 without a dot."""
+    for key, value in params.items():
+        if isinstance(value, str):
+            try:
+                number = float(value)
+            except ValueError:
+                continue
+            return f"; {key} is the text {value!r}, write the number {number}"
+    return ""
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion: p <- p - lr (sign(b1 m + (1 - b1) g) + weight_decay p), then m <- b2 m + (1 - b2) g. arXiv:2302.06675.
+
+    The defaults are DeepSpeed's; the paper has betas (0.9, 0.99). Its learning rate should be 3 to 10 times smaller than
+    AdamW's, its weight decay as much larger. State: `exp_avg`, one element for each of the parameter, in its dtype.
+    Raises ValueError for a negative lr or weight_decay, and for betas outside of [0, 1).
+    """
+
+    # Each element is updated from its own history: shards of a tensor do.
+    elementwise: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+    ):
+        if isinstance(lr, Tensor):
+            raise ValueError("lr must be a number, not a tensor")
+        if lr < 0:
+            raise ValueError(f"lr must not be negative, but is {lr}")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas must be two numbers of [0, 1), but are {betas}")
+        if weight_decay < 0:
+            raise ValueError(f"weight_decay must not be negative, but is {weight_decay}")
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have a gradient; returns what the closure returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._update(group)
+        return loss
+
+    def _update(self, group: Mapping[str, Any]) -> None:
+        lr, (beta1, beta2) = group["lr"], group["betas"]
+        parameters = [p for p in group["params"] if p.grad is not None]
+        if not parameters:
+            return
+        gradients = [p.grad for p in parameters]
+        moments = [self._moment(p) for p in parameters]
+        updates = torch._foreach_lerp(moments, gradients, 1 - beta1)
+        torch._foreach_sign_(updates)
+        if group["weight_decay"]:
+            torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
+        torch._foreach_add_(parameters, updates, alpha=-lr)
+        torch._foreach_lerp_(moments, gradients, 1 - beta2)
+
+    def _moment(self, parameter: Tensor) -> Tensor:
+        state = self.state[parameter]
+        if "exp_avg" not in state:
+            state["exp_avg"] = torch.zeros_like(parameter)
+        return state["exp_avg"]
+
 
 _TORCH_CLASSES = classes_of(torch.optim, torch.optim.Optimizer)
 _CLASSES: dict[str, type[torch.optim.Optimizer]] = {**_TORCH_CLASSES, "Lion": Lion}

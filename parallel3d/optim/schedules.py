@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.errors import ConfigError, nearest
-from parallel3d.optim.arguments import call, classes_of
+from parallel3d.optim.optimizers import call, classes_of
 
 # One number for all parameter groups, or one for each.
 PerGroup = float | Sequence[float]

@@ -2,6 +2,5 @@
 
 from parallel3d.config.layout import PartialLayout
 from parallel3d.models.user_model import Subject
-from parallel3d.parity.check import check
-from parallel3d.parity.report import Report
+from parallel3d.parity.check import Report, check
 from parallel3d.parity.settings import Settings

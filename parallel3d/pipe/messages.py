@@ -199,5 +199,5 @@ class Messages:
             self._learn(receipt.key, structure)
         receipt.structure = structure
         specs = structure.gradients if receipt.key is None else structure.tensors
-        receipt.incoming = self._transport.receive([spec.on(self._device) for spec in specs], stage)
+        receipt.incoming = self._transport.receive([spec.empty(self._device) for spec in specs], stage)
         return True

@@ -23,8 +23,7 @@ from parallel3d.logs import logger
 from parallel3d.parameters import ParameterInfo, slicing_of
 from parallel3d.partition import Method
 from parallel3d.pipe.calls import Call, LayerCalls
-from parallel3d.pipe.layer_choice import LayerChoice, policy_rule
-from parallel3d.pipe.settings import BuildSettings, resolve_settings
+from parallel3d.pipe.settings import BuildSettings, LayerChoice, policy_rule, resolve_settings
 from parallel3d.pipe.splitting import LayerSplitter, make_sample
 from parallel3d.pipe.ties import (
     TieIndex,
@@ -48,7 +47,7 @@ from parallel3d.specs import (
 )
 from parallel3d.zero.host_shards import HostShards
 from parallel3d.zero.init import host_shards, shard_parameter, shards_weights
-from parallel3d.zero.values import is_whole
+from parallel3d.zero.weights import is_whole
 
 
 class WeightUnits(Protocol):

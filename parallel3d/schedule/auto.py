@@ -11,13 +11,12 @@ from pydantic import BaseModel, ConfigDict
 
 from parallel3d.errors import ScheduleError
 from parallel3d.schedule.builders import build, from_lists
-from parallel3d.schedule.fuse import fuse_backwards
 from parallel3d.schedule.instructions import SEND_OPS, Instruction, Op, Program
 from parallel3d.schedule.list_clock import SPLIT_OPS, Traffic
 from parallel3d.schedule.order import validate
 from parallel3d.schedule.search import Memory, search
 from parallel3d.schedule.timing import Cost, decoder_cost, simulate
-from parallel3d.schedule.traffic import hide_reductions
+from parallel3d.schedule.traffic import fuse_backwards, hide_reductions
 
 
 class Measured(Memory, Traffic):

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from parallel3d.schedule.instructions import RECV_OPS, SEND_OPS, Instruction, Op, Program, depends_on, matches
 
 
 def add_loads(program: Program) -> Program:
     """Load micro-batches before each forward of the first chunk (inputs) and of the last one (labels); run this pass last."""
-    return program.with_instructions([_with_loads(program, instructions) for instructions in program.instructions])
-
-
-def _with_loads(program: Program, instructions: Sequence[Instruction]) -> list[Instruction]:
     ends = (0, program.num_chunks - 1)
-    out: list[Instruction] = []
-    for i in instructions:
-        if i.op is Op.FORWARD and i.chunk in ends:
-            out.append(Instruction(Op.LOAD_MICRO_BATCH, i.chunk, i.micro_batch))
-        out.append(i)
-    return out
+
+    def loads(i: Instruction) -> list[Instruction]:
+        needed = i.op is Op.FORWARD and i.chunk in ends
+        return [Instruction(Op.LOAD_MICRO_BATCH, i.chunk, i.micro_batch)] if needed else []
+
+    return program.with_instructions([[made for i in own for made in (*loads(i), i)] for own in program.instructions])
 
 
 # Compute -> the SEND of its result.
@@ -47,11 +43,6 @@ def add_communication(program: Program) -> Program:
 
     Each ordered pair of ranks has one FIFO channel, so a receiver posts in the sender's order, whatever it needs first.
     """
-    return program.with_instructions(_with_transfers(program, range(program.num_ranks)))
-
-
-def _with_transfers(program: Program, ranks: Sequence[int]) -> list[list[Instruction]]:
-    """Return the lists of some ranks with their transfers."""
     # The rules are the same for all micro-batches: they are applied once for each kind of instruction on each chunk.
     kinds = [Instruction(op, chunk, 0) for op in SENDS for chunk in range(program.num_chunks)]
     of_kind = {i[:2]: send for i in kinds if (send := send_after(program, i)) is not None}
@@ -59,15 +50,13 @@ def _with_transfers(program: Program, ranks: Sequence[int]) -> list[list[Instruc
     receives = {kind: receive[:2] for kind, send in of_kind.items() if (receive := matches(send)) is not None}
     needed = {i[:2]: d[:2] for i in kinds for d in depends_on(i) if d.op in RECV_OPS}
     channels = {kind: program.channel(send) for kind, send in of_kind.items()}
-    queues: dict[tuple[int, int], list[Instruction]] = {c: [] for c in channels.values() if c[1] in ranks}
+    queues: dict[tuple[int, int], list[Instruction]] = {c: [] for c in channels.values()}
     place: dict[Instruction, tuple[tuple[int, int], int]] = {}  # RECV -> its channel, and its number there from 1 on
-    for sender in {sender for sender, _ in queues}:
-        for i in program.instructions[sender]:
-            channel = channels.get(i[:2])
-            if channel in queues:
-                receive = Instruction(*receives[i[:2]], i.micro_batch)
-                queues[channel].append(receive)
-                place[receive] = channel, len(queues[channel])
+    for i in chain.from_iterable(program.instructions):
+        if (channel := channels.get(i[:2])) is not None:
+            receive = Instruction(*receives[i[:2]], i.micro_batch)
+            queues[channel].append(receive)
+            place[receive] = channel, len(queues[channel])
 
     def with_transfers(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
         posted = dict.fromkeys(queues, 0)
@@ -88,7 +77,7 @@ def _with_transfers(program: Program, ranks: Sequence[int]) -> list[list[Instruc
                     made.append(Instruction(*sends[i[:2]], i.micro_batch))
         yield from made
 
-    return [list(with_transfers(program.instructions[rank])) for rank in ranks]
+    return program.with_instructions([list(with_transfers(instructions)) for instructions in program.instructions])
 
 
 def with_communication(program: Program) -> Program:
@@ -145,11 +134,6 @@ def add_replica_reduction(program: Program, owners: Sequence[tuple[int, ...]]) -
 def lower(program: Program) -> Program:
     """Add communication and loads, which every program needs to run."""
     return add_loads(add_communication(program))
-
-
-def lower_rank(program: Program, rank: int) -> tuple[Instruction, ...]:
-    """Return one rank's list of the program that lower() returns, in less time."""
-    return tuple(_with_loads(program, _with_transfers(program, [rank])[0]))
 
 
 def add_collectives(

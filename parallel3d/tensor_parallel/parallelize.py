@@ -13,10 +13,10 @@ from parallel3d.autograd.split_backward import has_hooks
 from parallel3d.comm.collectives import Group
 from parallel3d.errors import PartitionError, nearest
 from parallel3d.parameters import slicing_of
-from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
 from parallel3d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, SlicedLayer, from_linear
 from parallel3d.tensor_parallel.regions import sum_gradients_over
 from parallel3d.tensor_parallel.slicing import Segments
+from parallel3d.tensor_parallel.vocabulary import VocabParallelEmbedding
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ from torch import Tensor
 from parallel3d.comm.collectives import Group, Work, all_gather_into
 from parallel3d.comm.host_memory import allocate_slab
 from parallel3d.comm.transfers import Event, Transfers
-from parallel3d.zero.disk import ScratchFile, in_blocks
+from parallel3d.zero.disk import ScratchFile, StagingBuffer, StagingBuffers, in_blocks
 from parallel3d.zero.policy import STAGED_BYTES
-from parallel3d.zero.staging import StagingBuffer, StagingBuffers
 
 _BYTES = "bytes"  # name of a shard in a buffer
 

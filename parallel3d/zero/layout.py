@@ -12,8 +12,7 @@ from torch import Tensor
 from parallel3d.comm.collectives import Group
 from parallel3d.parameters import ParameterInfo, slicing_of
 from parallel3d.zero.policy import ZeroPolicy
-from parallel3d.zero.values import forget, read_into
-from parallel3d.zero.weights import cut
+from parallel3d.zero.weights import cut, forget, read_into
 
 # Every parameter, and every shard, starts on a 128-byte boundary of fp32, so that kernels keep their vectorized paths.
 ALIGNMENT = 32

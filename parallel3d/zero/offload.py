@@ -16,10 +16,9 @@ from parallel3d.comm.host_memory import allocate_slab
 from parallel3d.comm.transfers import Event, Transfers
 from parallel3d.errors import OffloadError
 from parallel3d.zero.buckets import Bucket, ParameterShard, Span
-from parallel3d.zero.disk import in_blocks
+from parallel3d.zero.disk import StagingBuffer, StagingBuffers, in_blocks
 from parallel3d.zero.memory import StateBytes, bytes_of
 from parallel3d.zero.policy import READS_AHEAD, free_memory
-from parallel3d.zero.staging import StagingBuffer, StagingBuffers
 from parallel3d.zero.storage import Storage
 
 Call = Callable[[], None]

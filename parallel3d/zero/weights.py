@@ -1,10 +1,14 @@
-"""Weights that live as shards (ZeRO-3) and are gathered while layers compute with them (arXiv:1910.02054, section 5)."""
+"""Weights that live as shards (ZeRO-3) and are gathered while layers compute with them (arXiv:1910.02054, section 5).
+
+Further below: values of parameters that are not whole in memory, and whole weights outside of the training's own calls.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from functools import partial
+from types import TracebackType
 
 import torch
 from torch import Tensor, nn
@@ -253,3 +257,114 @@ class Units:
     def _check_gathered(self, units: Sequence[int], what: str, *_: object) -> None:
         if any(w.state is WeightState.SHARDED for unit in units for w in self._weights[unit]):
             raise ExecutionError(what)
+
+
+# (start, stop) -> these elements of a parameter, flat, until the next is read.
+Read = Callable[[int, int], Tensor]
+
+
+def weights_of(parameter: Tensor) -> ShardedWeights | None:
+    """Return the sharded weights that a parameter is part of; None if it is whole on every rank."""
+    found: ShardedWeights | None = vars(parameter).get("sharded_weights")
+    return found
+
+
+@torch.no_grad()
+def keep_in_file(parameter: nn.Parameter, read: Read, device: torch.device) -> None:
+    """Move a parameter from the meta device to `device`, without memory: `read` returns its values when they are needed.
+
+    It stays the same object, so that optimizers and tied modules keep it.
+    """
+    moved = nn.Parameter(placeholder(parameter, parameter.dtype, device), parameter.requires_grad)
+    vars(moved).update(vars(parameter), read=read)
+    torch.utils.swap_tensors(parameter, moved)
+
+
+def is_whole(parameter: Tensor) -> bool:
+    """Return whether the values of a parameter are all in its own memory."""
+    return weights_of(parameter) is None and "read" not in vars(parameter)
+
+
+@torch.no_grad()
+def read_into(target: Tensor, parameter: Tensor, start: int) -> None:
+    """Copy a parameter's elements, from `start` on, into a flat target. Collective, if the parameter is sharded."""
+    read: Read | None = vars(parameter).get("read")
+    if read is not None:
+        target.copy_(read(start, start + target.numel()))
+        return
+    if (found := weights_of(parameter)) is not None:
+        found.gather()
+        found.wait()
+    target.copy_(parameter.detach().reshape(-1)[start : start + target.numel()])
+    if found is not None:
+        found.release()
+
+
+def make_whole(parameter: Tensor) -> None:
+    """Make a parameter whole for good. Collective, if it is sharded."""
+    if not is_whole(parameter):
+        values = torch.empty_like(parameter, memory_format=torch.contiguous_format)
+        read_into(values.view(-1), parameter, 0)
+        forget(parameter)
+        parameter.data = values.detach()
+
+
+def forget(parameter: Tensor) -> None:
+    """Note that a parameter has memory of its own now."""
+    for name in ("read", "sharded_weights", "ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor"):
+        vars(parameter).pop(name, None)
+
+
+class GatheredParameters:
+    """Context in which parameters that live as shards (ZeRO-3) are whole on every rank. DeepSpeed's API.
+
+    - params: a parameter, or several; those that are whole anyway are left as they are.
+    - modifier_rank: the replica (position along the data-parallel axis) whose values are kept when they are changed; the
+      masters follow at the next step. None: the parameters must not be changed.
+    - fwd_module: without effect. enabled: False to do nothing.
+
+    Collective over the replicas. Raises ExecutionError at its end if parameters got other values without modifier_rank; those
+    are dropped.
+    """
+
+    def __init__(
+        self,
+        params: nn.Parameter | Iterable[nn.Parameter],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ):
+        given = [params] if isinstance(params, nn.Parameter) else list(params)
+        self._parameters = [p for p in given if enabled and weights_of(p) is not None]
+        self._modifier = modifier_rank
+        self._gathered: list[ShardedWeights] = []
+        self._versions: dict[nn.Parameter, int] = {}
+
+    def __enter__(self) -> None:
+        own = dict.fromkeys(weights for p in self._parameters if (weights := weights_of(p)) is not None)
+        self._gathered = [weights for weights in own if weights.state is WeightState.SHARDED]
+        for weights in self._gathered:
+            weights.gather()
+        for weights in own:
+            weights.wait()
+        self._versions = {p: p._version for p in self._parameters}
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        changed = [p for p in self._parameters if p._version != self._versions[p]]
+        own: dict[ShardedWeights, None] = dict.fromkeys(filter(None, map(weights_of, self._parameters)))
+        if self._modifier is not None and kind is None:
+            for weights in own:
+                weights.keep_changes(self._modifier)
+            for parameter in self._parameters:
+                torch.autograd.graph.increment_version(parameter)
+        lost = changed and self._modifier is None and kind is None and any(weights.differs() for weights in own)
+        for weights in self._gathered:
+            weights.release()
+        if lost:
+            shapes = [list(p.shape) for p in changed[:3]]
+            raise ExecutionError(
+                f"{len(changed)} parameters, of shapes {shapes}, were changed in GatheredParameters without modifier_rank, and "
+                "the changes are dropped; give modifier_rank=0 on every rank to keep those of the first replica"
+            )

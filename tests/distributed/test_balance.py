@@ -13,8 +13,8 @@ from torch import nn
 
 import parallel3d
 from parallel3d.errors import PartitionError
+from parallel3d.models.blocks import decoder
 from parallel3d.models.config import DecoderConfig
-from parallel3d.models.decoder import decoder
 from parallel3d.models.loss import CausalLMLoss
 from parallel3d.pipe import LayerSpec, PipelineModule
 

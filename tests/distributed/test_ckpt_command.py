@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import parallel3d
-from parallel3d.checkpoint.pending import PendingSave
+from parallel3d.checkpoint.directory import PendingSave
 from parallel3d.cli import main
 from parallel3d.models import SlicedLogits, causal_lm_loss, from_hf
 from parallel3d.pipe import PipelineModule

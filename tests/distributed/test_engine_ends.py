@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import SequentialSampler, TensorDataset
 
 import parallel3d
-from parallel3d.deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from parallel3d.deepspeed.topology import PipeDataParallelTopology, PipelineParallelGrid
+from parallel3d.deepspeed.runtime import PipeDataParallelTopology, PipelineParallelGrid, ZeroParamStatus
 from parallel3d.errors import ConfigError
 from parallel3d.pipe import PipelineModule
 

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 import parallel3d
 from parallel3d import DeepSpeedEngine as Engine
-from parallel3d.deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from parallel3d.deepspeed.runtime import OffloadStateTypeEnum
 from parallel3d.errors import ConfigError, ExecutionError, OffloadError, Parallel3DError
 from parallel3d.zero.memory import MOMENTS
 

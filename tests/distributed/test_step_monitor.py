@@ -173,14 +173,14 @@ def test_dump_state_tells_what_is_in_force_on_rank_0(run_ranks):
         "schedule: zb-h1",
         "seed: 1234",
         "train_batch_size: 24",
-        "topology\n  pipe 2 x data 2 = 4 ranks",
-        f"chunk 1: 1 buckets, {layer // 2} elements",
-        "each updated in 2 parts",
-        "6 FORWARD",
-        "6 BACKWARD_WEIGHT",
-        "1 REDUCE_GRADS",
+        "topology: {pipe: 2, data: 2}",
+        f"(1,): [{layer // 2}]",
+        "is updated: 2",
+        "FORWARD: 6",
+        "BACKWARD_WEIGHT: 6",
+        "REDUCE_GRADS: 1",
     ]
     for line in wanted:
         assert line in texts[0], line
-    table = texts[0].split("partition\n")[1]
+    table = texts[0].split("partition:\n")[1]
     assert "Timed" in table

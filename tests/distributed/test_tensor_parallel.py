@@ -46,8 +46,8 @@ from parallel3d.tensor_parallel import (
     sum_gradients_over,
     vocab_parallel_cross_entropy,
 )
-from parallel3d.tensor_parallel.cross_entropy import EAGER, Passes
 from parallel3d.tensor_parallel.slicing import cut
+from parallel3d.tensor_parallel.vocabulary import EAGER, Passes
 
 BATCH, SEQ, HIDDEN, HEAD_DIM, FFN, WORDS = 2, 7, 6, 4, 10, 23
 EXACT: dict[str, float] = {"rtol": 1e-10, "atol": 1e-10}

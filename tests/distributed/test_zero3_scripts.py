@@ -29,7 +29,7 @@ from test_zero3_plain import (
 from torch import Tensor, nn
 
 import parallel3d
-from parallel3d.deepspeed.runtime.zero import partition_parameters
+from parallel3d.deepspeed.runtime import partition_parameters
 from parallel3d.errors import ConfigError
 
 # --- generation

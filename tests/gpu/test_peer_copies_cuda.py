@@ -9,7 +9,7 @@ import torch
 from ranks import RankPools
 
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.comm.peer.copies import TensorKind, open_peer_copies, pipeline_channels
+from parallel3d.comm.peer.copies import open_peer_copies, pipeline_channels
 from parallel3d.comm.topology import PipeDataParallelTopology
 
 pytestmark = pytest.mark.usefixtures("compiled_kernels")
@@ -46,8 +46,8 @@ def exchange(num_stages: int) -> tuple[int, int]:
         for other in pipeline_channels(num_stages).peers[stage]:
             data = pattern(stage, other, number, size_of(number, stage, other), device)
             (work,) = copies.send([data], other)
-            kind = TensorKind((size_of(number, other, stage),), torch.uint8, device)
-            works.append((other, *copies.receive([kind], other), work))
+            buffer = torch.empty(size_of(number, other, stage), dtype=torch.uint8, device=device)
+            works.append((other, *copies.receive([buffer], other), work))
         if rng.random() < 0.3:
             torch.cuda._sleep(rng.randrange(2_000_000))
         for other, received, sent in works:

@@ -16,7 +16,6 @@ import torch
 from warm import WarmProcess
 
 from parallel3d.comm.environment import mpi_environment
-from parallel3d.deepspeed.launcher.runner import encode_world_info
 from parallel3d.errors import ConfigError
 from parallel3d.launcher import cli, deepspeed, nodes
 from parallel3d.launcher import start as start_module
@@ -225,7 +224,7 @@ def test_deepspeed_s_classes_of_launchers():
     hosts = {"a": 4, "b": 4}
     environment = {"HOME": "/root"}
     for kind, name in ((OpenMPIRunner, "-x"), (MPICHRunner, "A,B"), (MVAPICHRunner, "A,B"), (IMPIRunner, "A,B")):
-        runner = kind(options, encode_world_info(hosts))
+        runner = kind(options, "")
         runner.add_export("A", "4(x2)")
         runner.add_export("B", "1")
         assert runner.exports == {"A": '"4(x2)"', "B": "1"}
@@ -234,7 +233,7 @@ def test_deepspeed_s_classes_of_launchers():
         assert name in command
         assert "--include=a:0,1,2,3@b:0,1,2,3" in command
     assert environment == {"HOME": "/root", "A": "4(x2)", "B": "1"}
-    assert SlurmRunner(options, encode_world_info(hosts)).get_cmd(environment, hosts)[0] == "srun"
+    assert SlurmRunner(options, "").get_cmd(environment, hosts)[0] == "srun"
 
 
 def test_ranks_of_one_host_meet_there():

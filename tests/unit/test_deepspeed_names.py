@@ -13,8 +13,8 @@ import pytest
 from warm import run_codes
 
 from parallel3d import cli
+from parallel3d.aliases import VERSION
 from parallel3d.cli import deepspeed
-from parallel3d.deepspeed.aliases import VERSION
 
 IMPORTS = """
 import sys
@@ -151,7 +151,7 @@ from parallel3d.runtime.lr_schedules import WarmupLR
 import parallel3d.arguments, parallel3d.utils.zero_to_fp32
 import parallel3d.checkpointing, parallel3d.deepspeed.ops.adam as own
 assert parallel3d.ops.adam is own and parallel3d.checkpointing is parallel3d.deepspeed.checkpointing
-assert own.__name__ == own.__spec__.name == "parallel3d.deepspeed.ops.adam"
+assert own.__name__ == own.__spec__.name == "parallel3d.deepspeed.ops"
 try:
     import parallel3d.nowhere
 except ModuleNotFoundError as error:

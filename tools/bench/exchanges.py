@@ -15,7 +15,7 @@ from torch import Tensor
 from parallel3d.autograd.products import Factors, multiply
 from parallel3d.comm.environment import local_device
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.comm.peer.copies import PeerCopies, TensorKind, open_peer_copies, open_shard_copies
+from parallel3d.comm.peer.copies import PeerCopies, open_peer_copies, open_shard_copies
 from parallel3d.comm.topology import ProcessTopology
 from parallel3d.kernels.all_reduce import AllReduce
 from parallel3d.kernels.workspace import check_kernels
@@ -137,7 +137,7 @@ class Exchanges:
 
     def _receive(self, copies: PeerCopies, like: Tensor, source: int) -> None:
         """One tensor."""
-        for incoming in copies.receive([TensorKind(tuple(like.shape), like.dtype, like.device)], source):
+        for incoming in copies.receive([torch.empty_like(like)], source):
             incoming.wait()
 
     def _by_each(

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from parallel3d.activity import Activity
 from parallel3d.autograd.split_backward import make_splittable
 from parallel3d.comm.collectives import Group
-from parallel3d.comm.peer.copies import TensorKind
 from parallel3d.comm.structures import describe
 from parallel3d.comm.transport import Incoming
 from parallel3d.optim.precision import Precision
@@ -72,9 +71,9 @@ class Prompt:
     def send(self, tensors: Sequence[Tensor], stage: int) -> None:
         """Drop the tensors."""
 
-    def receive(self, kinds: Sequence[TensorKind], stage: int, behind: int | None = None) -> Sequence[Incoming]:
-        """Return tensors at once, with any contents."""
-        return [Here(kind.empty()) for kind in kinds]
+    def receive(self, buffers: Sequence[Tensor], stage: int) -> Sequence[Incoming]:
+        """Return the buffers at once, with any contents."""
+        return list(map(Here, buffers))
 
     def send_header(self, header: Any, stage: int) -> None:
         """Drop the header."""

@@ -1,47 +1,232 @@
-"""Messages of pipeline stages, and shards of tensor-parallel ranks, as copies between the devices of one host (rings.py)."""
+"""Messages between ranks of one host as copies into the receiver's memory, which occupy no multiprocessor and no host.
+
+A channel is a ring of slots in the receiver's symmetric memory. The sender's stream waits until the next slot is free, copies
+a part of the message into it by the copy engine and writes next to it how often the slot was filled; the receiver's stream
+waits for that, copies the part out, and writes back how often the slot was emptied. Waits and counts are the driver's stream
+memory operations, so compute kernels have the device to themselves, where NCCL's kernels spin on multiprocessors until their
+message comes.
+
+The stream that needs a message waits for it and copies it out of the ring at that time. No second stream does this as soon as
+the message is expected, because streams that wait for long delay the short waits of others on the device. Only if the ring has
+no slot left for an expected message does a second stream copy out the messages before it.
+
+Pipeline stages exchange activations, and tensor-parallel ranks the shards of sequences, over such rings.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from parallel3d.comm.collectives import Awaited, Group, Work
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.comm.peer.rings import Arriving, Channels, Receiver, Sender
-from parallel3d.comm.peer.streams import Copied, CudaStream, CudaStreams
+from parallel3d.comm.peer.streams import Copied, CudaStream, CudaStreams, check_copies
+from parallel3d.comm.peer.symmetric import Mapped, check_axis, check_hosts, map_memory
+
+# Bytes of counts: an int32 for each slot that is filled here, then one for each that is emptied elsewhere.
+_HEADER_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One channel: the slots in the receiver's memory, and the counts that the ends write for each other, a word per slot.
+
+    filled: in the receiver's memory; emptied: in the sender's.
+    """
+
+    slots: Sequence[Tensor]
+    filled: Tensor
+    emptied: Tensor
+
+
+@dataclass(frozen=True)
+class Channels:
+    """Layout of the rings of several ranks in the memory that each of them shares. peers[rank]: the ranks that send to it."""
+
+    peers: Sequence[Sequence[int]]
+    num_slots: int
+    slot_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of each rank's memory: counts, and a ring for each peer."""
+        return _HEADER_BYTES + max(map(len, self.peers)) * self.num_slots * self.slot_bytes
+
+    def ring(self, source: int, target: int, memory_of: Callable[[int], Tensor]) -> Ring:
+        """Return the channel from one rank to another. memory_of: rank -> its num_bytes bytes."""
+        into, out = self.peers[target].index(source), self.peers[source].index(target)
+        length = self.num_slots * self.slot_bytes
+        memory, start = memory_of(target), _HEADER_BYTES + into * length
+        filled, _ = _counts(memory)
+        _, emptied = _counts(memory_of(source))
+        first, end = into * self.num_slots, out * self.num_slots
+        slots = memory[start : start + length].split(self.slot_bytes)
+        return Ring(slots, filled[first : first + self.num_slots], emptied[end : end + self.num_slots])
+
+    def open(self, groups: ProcessGroups, axis: str, device: torch.device, noun: str) -> Mapped | None:
+        """Map the memory for this rank's group along an axis of the topology; None on every rank if any can't.
+
+        It needs CUDA devices of one host that reach each other's memory, and two ranks or more. noun: what the ranks of a
+        group hold. Collective over the world.
+        """
+        if getattr(groups, axis).size == 1 or check_axis(groups, axis, device, noun, check_copies, check_hosts):
+            return None
+        return map_memory(groups, axis, device, self.num_bytes, cleared=_HEADER_BYTES)
+
+
+def _counts(memory: Tensor) -> tuple[Tensor, ...]:
+    return memory[:_HEADER_BYTES].view(torch.int32).chunk(2)
+
+
+class Slot:
+    """One use of a slot. `address`, `filled` and `emptied` are addresses; times: how often the slot has then been filled."""
+
+    __slots__ = ("address", "emptied", "filled", "times")
+
+    def __init__(self, address: int, filled: int, emptied: int, times: int):
+        self.address, self.filled, self.emptied, self.times = address, filled, emptied, times
+
+    def wait_until_filled(self, stream: CudaStream) -> None:
+        """Let the stream go on when the part of the message has arrived."""
+        stream.wait_for(self.filled, _int32(self.times))
+
+    def release(self, stream: CudaStream) -> None:
+        """Give the slot back to the sender once all earlier work on the stream is done."""
+        stream.write(self.emptied, _int32(self.times))
+
+
+class _End:
+    """One end of a ring, whose memory it keeps alive."""
+
+    def __init__(self, ring: Ring):
+        self.slot_bytes = ring.slots[0].numel()
+        self._ring, self._count = ring, 0
+        words = zip(ring.slots, ring.filled.split(1), ring.emptied.split(1), strict=True)
+        self._addresses = [(slot.data_ptr(), filled.data_ptr(), emptied.data_ptr()) for slot, filled, emptied in words]
+
+    def _next_slot(self) -> Slot:
+        """Return the slot of the next part, the same at both ends."""
+        times, k = divmod(self._count, len(self._addresses))
+        self._count += 1
+        return Slot(*self._addresses[k], times + 1)
+
+    def _parts(self, address: int, num_bytes: int) -> Iterator[tuple[int, int]]:
+        """Yield the address and the bytes of each part that takes a slot."""
+        for start in range(0, num_bytes, self.slot_bytes):
+            yield address + start, min(self.slot_bytes, num_bytes - start)
+
+
+class Sender(_End):
+    """The end that copies into a ring."""
+
+    def send(self, address: int, num_bytes: int, posted: Any, stream: CudaStream) -> None:
+        """Send bytes, which are at `address` when the mark `posted` is done, in as many parts as needed."""
+        for source, length in self._parts(address, num_bytes):
+            slot = self._next_slot()
+            # Wait first for what is usually done long before.
+            if slot.times > 1:
+                stream.wait_for(slot.emptied, _int32(slot.times - 1))
+            if source == address:
+                stream.follow(posted)
+            stream.copy(slot.address, source, length)
+            stream.write(slot.filled, _int32(slot.times))
+
+
+class Arriving:
+    """Work of an expected message, which is copied out of its ring once, on the stream that first needs it.
+
+    - first: index of its first part among all of the ring's.
+    - parts: the slot of each part, where it goes, and its bytes.
+    - memory: where the message goes; it may be written once the work queued on the current stream is done.
+    """
+
+    def __init__(self, first: int, parts: Sequence[tuple[Slot, int, int]], memory: Tensor, streams: CudaStreams):
+        self.first, self._left = first, False
+        self._parts, self._streams, self._mark = parts, streams, streams.current().mark()
+        # Until it has left the ring it may still arrive, even if a failure has made everyone else forget the memory.
+        self._memory: Tensor | None = memory
+
+    def make_way(self, stream: CudaStream) -> None:
+        """Copy it out of the ring, by a stream that may wait."""
+        stream.follow(self._mark)
+        for slot, target, length in self._parts:
+            slot.wait_until_filled(stream)
+            stream.copy(target, slot.address, length)
+            slot.release(stream)
+        assert self._memory is not None
+        stream.hold(self._memory)
+        self._mark, self._left = stream.mark(), True
+
+    def is_completed(self) -> bool:
+        """Return whether it has left its ring. (Whether it has arrived is not known before.)"""
+        return self._left
+
+    def wait(self) -> Tensor:
+        """Return the memory with the message, for what the current stream does from now on; to be called once."""
+        stream = self._streams.current()
+        if self._left:
+            stream.follow(self._mark)
+        else:
+            self.make_way(stream)
+        memory, self._memory = self._memory, None
+        assert memory is not None, "a message is received once"
+        return memory
+
+
+class Receiver(_End):
+    """The end that copies out of a ring. second: stream that copies out messages whose slots later ones need."""
+
+    def __init__(self, ring: Ring, second: CudaStream, streams: CudaStreams):
+        super().__init__(ring)
+        self._second, self._streams = second, streams
+        self._expected: deque[Arriving] = deque()
+
+    def expect(self, memory: Tensor) -> Arriving:
+        """Expect the next message in `memory`, contiguous, which may be written after the current stream's queued work."""
+        parts = list(self._parts(memory.data_ptr(), memory.nbytes))
+        self._make_room(len(parts))
+        first = self._count
+        arriving = Arriving(first, [(self._next_slot(), *part) for part in parts], memory, self._streams)
+        if len(parts) > len(self._addresses):
+            arriving.make_way(self._second)
+        else:
+            self._expected.append(arriving)
+        return arriving
+
+    def next_slot(self) -> Slot:
+        """Return the slot of the next message, which must fit one slot. The caller must release it at once."""
+        self._make_room(1)
+        return self._next_slot()
+
+    def _make_room(self, num_parts: int) -> None:
+        """Free the slots of the next parts of earlier messages: the order in which messages are received must not matter."""
+        while self._expected:
+            oldest = self._expected[0]
+            if not oldest.is_completed():
+                if self._count + num_parts - oldest.first <= len(self._addresses):
+                    break
+                oldest.make_way(self._second)
+            self._expected.popleft()
+
+
+def _int32(count: int) -> int:
+    """Wrap a count to int32, the type of the words in memory."""
+    return (count + 2**31) % 2**32 - 2**31
+
 
 _STAGE_SLOTS, _STAGE_SLOT_BYTES = 4, 16 * 2**20
 # Bytes of 4096 tokens x 4096 features in bf16; a slot holds one tensor-parallel rank's share of them.
 _SHARDS_BYTES = 32 * 2**20
 _ALIGNED_BYTES = 4096
 _MOST_VIEWS = 1024  # number of views kept, for shapes that change between batches
-
-
-@dataclass(frozen=True)
-class TensorKind:
-    """Shape, dtype and device of a contiguous tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Bytes of its elements."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
-
-    def empty(self) -> Tensor:
-        """Return such a tensor in memory of PyTorch's allocator."""
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
 class PeerCopies:
@@ -75,9 +260,9 @@ class PeerCopies:
             works.append(Copied(queue.mark(), data))
         return works
 
-    def receive(self, kinds: Sequence[TensorKind], stage: int) -> list[Arriving]:
-        """Post the receipt of the next message of a stage, tensors of at least one byte each."""
-        return [self._receivers[stage].expect(kind.empty()) for kind in kinds]
+    def receive(self, buffers: Sequence[Tensor], stage: int) -> list[Arriving]:
+        """Post the receipt of the next message of a stage, tensors of at least one byte each, into these buffers."""
+        return [self._receivers[stage].expect(buffer) for buffer in buffers]
 
 
 def pipeline_channels(num_stages: int) -> Channels:

@@ -1,73 +1,17 @@
-"""Utilities at DeepSpeed's import path, `parallel3d.utils`."""
+"""Utilities at DeepSpeed's import path, `parallel3d.utils`, and at `parallel3d.utils.logging` the package's logger."""
 
 from __future__ import annotations
 
+import logging as python_logging
+import sys
+from collections.abc import Iterable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from parallel3d.comm.environment import is_initialized
-from parallel3d.deepspeed.utils.logging import log_dist, logger, set_log_level_from_string
+from parallel3d.comm.environment import get_rank, is_initialized
+from parallel3d.logs import logger
 
-if TYPE_CHECKING:
-    from parallel3d.deepspeed.names import OnDevice, instrument_w_nvtx
-    from parallel3d.deepspeed.whole_state import (
-        safe_get_full_fp32_param,
-        safe_get_full_grad,
-        safe_get_full_optimizer_state,
-        safe_get_local_fp32_param,
-        safe_get_local_grad,
-        safe_get_local_optimizer_state,
-        safe_set_full_fp32_param,
-        safe_set_full_grad,
-        safe_set_full_optimizer_state,
-        safe_set_local_fp32_param,
-        safe_set_local_grad,
-        safe_set_local_optimizer_state,
-        safe_update_full_grad_vectorized,
-    )
-    from parallel3d.pipe.data import RepeatingLoader
-    from parallel3d.zero.external import (
-        get_z3_leaf_modules,
-        set_z3_leaf_module,
-        set_z3_leaf_modules,
-        set_z3_leaf_modules_by_name,
-        set_z3_leaf_modules_by_suffix,
-        unset_z3_leaf_modules,
-        z3_leaf_module,
-    )
-
-__all__ = [
-    "OnDevice",
-    "RepeatingLoader",
-    "fragment_address",
-    "get_z3_leaf_modules",
-    "instrument_w_nvtx",
-    "is_initialized",
-    "log_dist",
-    "logger",
-    "safe_get_full_fp32_param",
-    "safe_get_full_grad",
-    "safe_get_full_optimizer_state",
-    "safe_get_local_fp32_param",
-    "safe_get_local_grad",
-    "safe_get_local_optimizer_state",
-    "safe_set_full_fp32_param",
-    "safe_set_full_grad",
-    "safe_set_full_optimizer_state",
-    "safe_set_local_fp32_param",
-    "safe_set_local_grad",
-    "safe_set_local_optimizer_state",
-    "safe_update_full_grad_vectorized",
-    "set_log_level_from_string",
-    "set_z3_leaf_module",
-    "set_z3_leaf_modules",
-    "set_z3_leaf_modules_by_name",
-    "set_z3_leaf_modules_by_suffix",
-    "unset_z3_leaf_modules",
-    "z3_leaf_module",
-]
-
-
+logging = tensor_fragment = sys.modules[__name__]
 _PLACES = {
     "RepeatingLoader": "pipe.data",
     **dict.fromkeys(("OnDevice", "fragment_address", "instrument_w_nvtx"), "deepspeed.names"),
@@ -76,7 +20,26 @@ _PLACES = {
 
 def __getattr__(name: str) -> Any:
     """Import what needs pipelines when it is used, because they take two seconds to import."""
-    if name not in __all__:
+    of_modules = "zero.external" if "z3_leaf_module" in name else None
+    place = _PLACES.get(name, "deepspeed.whole_state" if name.startswith("safe_") else of_modules)
+    if place is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    place = _PLACES.get(name, "deepspeed.whole_state" if name.startswith("safe_") else "zero.external")
     return getattr(import_module(f"parallel3d.{place}"), name)
+
+
+def set_log_level_from_string(log_level_str: str, custom_logger: python_logging.Logger | None = None) -> None:
+    """Set the level of a logger, by default the package's, and of its handlers.
+
+    log_level_str: "debug", "info", "warning", "error" or "critical". Raises ValueError for another word.
+    """
+    chosen = custom_logger or logger
+    chosen.setLevel(log_level_str.upper())
+    for handler in chosen.handlers:
+        handler.setLevel(log_level_str.upper())
+
+
+def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = python_logging.INFO) -> None:
+    """Log `message` on these ranks: on all for [-1] and before init_distributed, on none for None or []."""
+    chosen = list(ranks or ())
+    if not is_initialized() or chosen[:1] == [-1] or get_rank() in chosen:
+        logger.log(level, f"[rank {get_rank()}] {message}")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from parallel3d.checkpoint.deepspeed import is_deepspeed, read_deepspeed
 from parallel3d.checkpoint.directory import find, latest_tag
-from parallel3d.checkpoint.format import MASTER, MODEL, TrainingState
+from parallel3d.checkpoint.format import TrainingState, sources
 from parallel3d.checkpoint.read import Reader
 from parallel3d.errors import CheckpointError
 
@@ -60,12 +60,11 @@ def get_fp32_state_dict_from_zero_checkpoint(
         names, groups, read = list(reader.tensors), [reader.manifest.state["optimizer"]["groups"]], reader.read
         copies, kept = reader.manifest.state.get("copies", {}), frozenset()
     trained = {name for own in groups for group in own for name in group["names"]}
-    for prefix in (MODEL, MASTER):
-        for name in (name.removeprefix(prefix) for name in names if name.startswith(prefix)):
-            if not exclude_frozen_parameters or name in trained or name in kept:
-                tensor = read(prefix + name)
-                # A copy: a part of a flat tensor would be written with all of it.
-                tensors[name] = tensor.to(torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
+    for name, source in sources(names).items():
+        if not exclude_frozen_parameters or name in trained or name in kept:
+            tensor = read(source)
+            # A copy: a part of a flat tensor would be written with all of it.
+            tensors[name] = tensor.to(torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
     return tensors | {copy: tensors[name] for copy, name in copies.items() if name in tensors}
 
 

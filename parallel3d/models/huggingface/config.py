@@ -107,7 +107,9 @@ class _Rotary(Family):
     rope_parameters: Rope | None = None
 
     def switches(self) -> dict[str, Any]:
-        return {"rope": self.rope_parameters or self.rope_scaling or Rope(theta=self.rope_theta)}
+        rope = self.rope_parameters or self.rope_scaling or Rope(theta=self.rope_theta)
+        # The key attention_bias, in the architectures that have it, is for all four projections.
+        return {"rope": rope, "attention_out_bias": getattr(self, "qkv_bias", False)}
 
     @classmethod
     def other_keys(cls, config: DecoderConfig) -> dict[str, Any]:
@@ -127,10 +129,6 @@ class Llama(_Rotary):
     model_type = "llama"
     qkv_bias: bool = Field(False, alias="attention_bias")
     mlp_bias: bool = False
-
-    def switches(self) -> dict[str, Any]:
-        """Return the fields of DecoderConfig that no single key gives."""
-        return {**super().switches(), "attention_out_bias": self.qkv_bias}
 
 
 class Qwen2(_Rotary):
@@ -173,10 +171,6 @@ class Qwen3(Qwen2):
     num_kv_heads: int | None = Field(32, alias="num_key_value_heads")
     head_dim: int | None = 128
 
-    def switches(self) -> dict[str, Any]:
-        """Return the fields of DecoderConfig that no single key gives."""
-        return {**super().switches(), "attention_out_bias": self.qkv_bias}
-
 
 def _tanh(name: Any) -> Activation:
     return "gelu_tanh" if name == "gelu" else _activation(name)
@@ -198,11 +192,7 @@ class Gemma(_Rotary):
 
     def switches(self) -> dict[str, Any]:
         """Return the fields of DecoderConfig that no single key gives."""
-        return {
-            **super().switches(),
-            "attention_out_bias": self.qkv_bias,
-            "embedding_scale": math.sqrt(self.hidden_size),
-        }
+        return {**super().switches(), "embedding_scale": math.sqrt(self.hidden_size)}
 
 
 class Mistral(_Rotary):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from parallel3d.models.huggingface.adapters import PREFIX, is_saved, merged, mer
 from parallel3d.models.huggingface.wrap import WrappedPart
 from parallel3d.parameters import Slicing, slicing_of, whole_shape
 from parallel3d.pipe.module import PipelineModule
-from parallel3d.zero.gathered import GatheredParameters
+from parallel3d.zero.weights import GatheredParameters
 
 
 class Trained(Protocol):
@@ -43,9 +43,8 @@ class Trained(Protocol):
         """The object whose master_weights() returns the whole masters on the first replica's ranks."""
 
 
-# A parameter's place in the whole model: index of the layer, name in the layer.
+# A tensor's place in the whole model: index of the layer, name in the layer.
 Key = tuple[int, str]
-K = TypeVar("K", Key, str)
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,10 @@ class Piece:
     whole: tuple[int, ...]
     dtype: torch.dtype
     slicing: Slicing | None
+
+
+# Writes whole tensors on rank 0, given a piece of each, the tensors, the content of config.json, and the PeftModel if any.
+Write = Callable[[Mapping[Key, Piece], Iterable[tuple[Key, Tensor]], Any, Any], None]
 
 
 def save_hf(
@@ -84,12 +87,29 @@ def save_hf(
         raise CheckpointError(
             f"a {type(module).__name__} is no PipelineModule of from_hf's layers; save it by its own save_pretrained"
         )
+    place = Path(directory)
+
+    def write(pieces: Mapping[Key, Piece], tensors: Iterable[tuple[Key, Tensor]], config: Any, peft: Any) -> None:
+        if peft is None:
+            targets: dict[Any, Any] = {key: (piece.stored, piece.dtype) for key, piece in pieces.items()}
+            write_weights(place, targets, tensors, config, dtype, max_file_bytes)
+            return
+        names = {key: piece.stored.sections[0].name for key, piece in pieces.items()}
+        named = ((names[key], tensor) for key, tensor in tensors)
+        if merge_adapters:
+            final = {merged_name(names[key]): piece for key, piece in pieces.items()}
+            targets = {name: (all_of(name, *p.whole), p.dtype) for name, p in final.items() if name is not None}
+            write_weights(place, targets, merged(peft, named), config, dtype, max_file_bytes)
+        else:
+            with appearing(place) as hidden:
+                save_adapters(peft, hidden, {name: t.to(dtype or t.dtype, copy=True) for name, t in named})
+
     with module.groups.activity.untimed(Phase.SAVING):
         values: Mapping[nn.Parameter, Tensor] = {}
         if masters and not isinstance(engine, PipelineModule):
             values = engine.update.master_weights()
         module.wait_for_weights(module)
-        _save(module, values, _Directory(Path(directory), dtype, max_file_bytes, merge_adapters))
+        _save(module, values, write, place, merge_adapters)
 
 
 def whole_state_dict(module: PipelineModule, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
@@ -97,11 +117,18 @@ def whole_state_dict(module: PipelineModule, exclude_frozen_parameters: bool = F
 
     Collective over all ranks; raises CheckpointError on all.
     """
-    output = _StateDict({}, exclude_frozen_parameters)
+    state: dict[str, Tensor] = {}
+
+    def hold(pieces: Mapping[Key, Piece], tensors: Iterable[tuple[Key, Tensor]], config: Any, peft: Any) -> None:
+        for key, tensor in tensors:
+            pieces[key].stored.write(state, tensor)
+        for name in list(state) if peft is not None else ():
+            state[PREFIX + name] = state.pop(name)
+
     with module.groups.activity.untimed(Phase.SAVING):
         module.wait_for_weights(module)
-        _save(module, {}, output)
-    return output.state if module.groups.rank == 0 else None
+        _save(module, {}, hold, trained_only=exclude_frozen_parameters)
+    return state if module.groups.rank == 0 else None
 
 
 def whole_module_state(
@@ -111,109 +138,68 @@ def whole_module_state(
 
     Weights that live as shards are gathered module by module, and the parts of tensor-parallel ranks put together. Collective.
     """
-    frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
-    modules: list[tuple[nn.Module, dict[str, Tensor]]] = []
-    pieces: dict[str, Piece] = {}
-    for path, submodule in module.named_modules():
+    pieces: dict[Key, Piece] = {}
+    names: dict[Key, str] = {}
+    for k, (path, submodule) in enumerate(module.named_modules()):
         own: dict[str, Tensor] = {}
-        submodule._save_to_state_dict(own, f"{path}." if path else "", keep_vars=True)
-        own = {name: tensor for name, tensor in own.items() if not (exclude_frozen_parameters and name in frozen)}
-        modules.append((submodule, own))
-        pieces |= {name: _piece(all_of(name), tensor, tensor.dtype) for name, tensor in own.items()}
+        submodule._save_to_state_dict(own, "", keep_vars=True)
+        for name, tensor in own.items():
+            if not (exclude_frozen_parameters and _is_frozen(tensor)):
+                names[k, name] = f"{path}.{name}" if path else name
+                pieces[k, name] = _piece(all_of(names[k, name]), tensor, tensor.dtype)
     holders = _holders(all_gather_object(pieces if groups.coordinate("data") == 0 else {}, groups.control))
-    state: dict[str, Tensor] = {}
-    for submodule, own in modules:
-        with GatheredParameters(submodule.parameters(recurse=False)):
-            for name, tensor in own.items():
-                if groups.rank == 0:
-                    state[name] = _whole(holders[name], tensor.detach, groups)
-                elif groups.rank in holders[name]:
-                    send_bytes(tensor.detach(), 0, groups.control)
+    with _Values(dict(enumerate(module.modules())), {}, recurse=False) as values:
+        state = {names[key]: tensor for key, tensor in _whole_tensors(holders, values, groups)}
     return state if groups.rank == 0 else None
 
 
-@dataclass(frozen=True)
-class _StateDict:
-    """A state_dict as the output of an export."""
-
-    state: dict[str, Tensor]
-    trained_only: bool
-    directory: None = None
-    merge: bool = False
-
-    def write(
-        self, pieces: Mapping[Key, Piece], tensors: Iterable[tuple[Key, Tensor]], config: Mapping[str, Any], peft: Any
-    ) -> None:
-        """Hold copies of whole tensors."""
-        for key, tensor in tensors:
-            pieces[key].stored.write(self.state, tensor)
-        for name in list(self.state) if peft is not None else ():
-            self.state[PREFIX + name] = self.state.pop(name)
+def _is_frozen(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
 
 
-@dataclass(frozen=True)
-class _Directory:
-    """Form and place of an export; the fields are arguments of save_hf."""
+def _save(
+    module: PipelineModule,
+    masters: Mapping[nn.Parameter, Tensor],
+    write: Write,
+    place: Path | None = None,
+    merge: bool = False,
+    trained_only: bool = False,
+) -> None:
+    """Gather the pieces of all ranks on rank 0, which writes them, at an empty place if one is given.
 
-    directory: Path
-    dtype: torch.dtype | None
-    max_file_bytes: int
-    merge: bool
-    trained_only: bool = False
-
-    def write(
-        self, pieces: Mapping[Key, Piece], tensors: Iterable[tuple[Key, Tensor]], config: Mapping[str, Any], peft: Any
-    ) -> None:
-        """Write whole tensors, or the adapters or merged weights that they make up. pieces: one of each tensor."""
-        if peft is None:
-            targets: dict[Any, Any] = {key: (piece.stored, piece.dtype) for key, piece in pieces.items()}
-            write_weights(self.directory, targets, tensors, config, self.dtype, self.max_file_bytes)
-            return
-        names = {key: piece.stored.sections[0].name for key, piece in pieces.items()}
-        named = ((names[key], tensor) for key, tensor in tensors)
-        if self.merge:
-            final = {merged_name(names[key]): piece for key, piece in pieces.items()}
-            targets = {name: (all_of(name, *p.whole), p.dtype) for name, p in final.items() if name is not None}
-            write_weights(self.directory, targets, merged(peft, named), config, self.dtype, self.max_file_bytes)
-        else:
-            with appearing(self.directory) as hidden:
-                save_adapters(peft, hidden, {name: t.to(self.dtype or t.dtype, copy=True) for name, t in named})
-
-
-def _save(module: PipelineModule, masters: Mapping[nn.Parameter, Tensor], output: _Directory | _StateDict) -> None:
-    """Gather the pieces of all ranks on rank 0, which writes them. masters: written instead of their parameters."""
+    masters: written instead of their parameters. merge: adapters are to be merged.
+    """
     groups = module.groups
     layers = {int(place): layer for place, layer in module.layers.items() if next(layer.parameters(), None) is not None}
     peft: Any = next((part.whole.peft for part in module.layers.values() if isinstance(part, WrappedPart)), None)
     pieces: dict[Key, Piece] = {}
     config = error = None
     try:
-        if groups.rank == 0 and output.directory is not None and (problem := check_empty(output.directory)):
+        if groups.rank == 0 and place is not None and (problem := check_empty(place)):
             raise CheckpointError(problem)
-        if output.merge and peft is None and layers:
+        if merge and peft is None and layers:
             raise CheckpointError("merge_adapters is True, but the model has no adapters; leave it out")
-        pieces, config = _own_pieces(layers, peft, masters, output)
+        pieces, config = _own_pieces(layers, peft, masters, merge, trained_only)
     except Exception as raised:
         error = message_of(raised)
     everyone = all_gather_object((pieces if groups.coordinate("data") == 0 else {}, config, error), groups.control)
     _raise_first([error for _, _, error in everyone])
     holders = _holders([pieces for pieces, _, _ in everyone])
     with _Values(layers, masters) as values:
-        if groups.rank == 0:
-            config = next(config for _, config, _ in everyone if config)
-            error = _write(holders, values, groups, output, config, peft)
-        else:
-            for key, held in holders.items():
-                # Weights that live as shards are gathered by all replicas of the rank that holds them.
-                if groups.data.ranks[0] in held:
-                    value = values.of(key)
-                    if groups.rank in held:
-                        send_bytes(value, 0, groups.control)
+        tensors = _whole_tensors(holders, values, groups)
+        try:
+            if groups.rank == 0:
+                config = next(config for _, config, _ in everyone if config)
+                write({key: next(iter(held.values())) for key, held in holders.items()}, tensors, config, peft)
+        except Exception as raised:
+            error = message_of(raised)
+        for _ in tensors:  # sends, and after an error receives what the other ranks still send
+            pass
     _raise_first(all_gather_object(error, groups.control))
 
 
 def _own_pieces(
-    layers: Mapping[int, nn.Module], peft: Any, masters: Mapping[nn.Parameter, Tensor], output: _Directory | _StateDict
+    layers: Mapping[int, nn.Module], peft: Any, masters: Mapping[nn.Parameter, Tensor], merge: bool, trained_only: bool
 ) -> tuple[dict[Key, Piece], Mapping[str, Any] | None]:
     """Return the pieces in these layers, and the content of config.json if there are layers. Raises CheckpointError."""
     pieces: dict[Key, Piece] = {}
@@ -227,9 +213,8 @@ def _own_pieces(
         config = config or layer.config_json()
         for name, stored in layer.stored().items():
             tensor = attrgetter(name)(layer)
-            if output.trained_only and isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
-                continue
-            if peft is not None and not output.merge and not is_saved(peft, name, tensor):
+            is_left_out = peft is not None and not merge and not is_saved(peft, name, tensor)
+            if is_left_out or (trained_only and _is_frozen(tensor)):
                 continue
             pieces[place, name] = _piece(stored, tensor, masters.get(tensor, tensor).dtype)
     return pieces, config
@@ -242,11 +227,12 @@ def _piece(stored: Stored, tensor: Tensor, dtype: torch.dtype) -> Piece:
 class _Values:
     """The values of a rank's pieces, in whole layers: weights that live as shards are gathered, one layer at a time.
 
-    masters: taken instead of their parameters. Collective over the replicas, which ask for the same keys.
+    masters: taken instead of their parameters. recurse: whether a layer has the parameters of the modules in it. Collective
+    over the replicas, which ask for the same keys.
     """
 
-    def __init__(self, layers: Mapping[int, nn.Module], masters: Mapping[nn.Parameter, Tensor]):
-        self._layers, self._masters = layers, masters
+    def __init__(self, layers: Mapping[int, nn.Module], masters: Mapping[nn.Parameter, Tensor], recurse: bool = True):
+        self._layers, self._masters, self._recurse = layers, masters, recurse
         self._gathered, self._place = ExitStack(), -1
 
     def __enter__(self) -> _Values:
@@ -260,7 +246,7 @@ class _Values:
         place, name = key
         if place != self._place:
             self._gathered.close()
-            self._gathered.enter_context(GatheredParameters(self._layers[place].parameters()))
+            self._gathered.enter_context(GatheredParameters(self._layers[place].parameters(self._recurse)))
             self._place = place
         tensor = attrgetter(name)(self._layers[place])
         return self._masters.get(tensor, tensor).detach()
@@ -272,9 +258,9 @@ def _raise_first(errors: Sequence[str | None]) -> None:
         raise CheckpointError(found)
 
 
-def _holders(everyone: Sequence[Mapping[K, Piece]]) -> dict[K, dict[int, Piece]]:
+def _holders(everyone: Sequence[Mapping[Key, Piece]]) -> dict[Key, dict[int, Piece]]:
     """Return which ranks hold a piece of each tensor, in the order of the layers; a tied tensor at its first place only."""
-    holders: dict[K, dict[int, Piece]] = {}
+    holders: dict[Key, dict[int, Piece]] = {}
     written: set[Stored] = set()
     for key in sorted({key for pieces in everyone for key in pieces}):
         held: dict[int, Piece] = {}
@@ -305,21 +291,15 @@ def _whole(held: Mapping[int, Piece], own: Callable[[], Tensor], groups: Process
     return whole
 
 
-def _write(
-    holders: Mapping[Key, Mapping[int, Piece]],
-    own: _Values,
-    groups: ProcessGroups,
-    output: _Directory | _StateDict,
-    config: Mapping[str, Any],
-    peft: Any,
-) -> str | None:
-    """Write all tensors on rank 0, and return the error, if any, once all pieces of other ranks have been received."""
-    tensors = ((key, _whole(held, partial(own.of, key), groups)) for key, held in holders.items())
-    error = None
-    try:
-        output.write({key: next(iter(held.values())) for key, held in holders.items()}, tensors, config, peft)
-    except Exception as raised:
-        error = message_of(raised)
-    for _ in tensors:  # receives what the other ranks still send
-        pass
-    return error
+def _whole_tensors(
+    holders: Mapping[Key, Mapping[int, Piece]], own: _Values, groups: ProcessGroups
+) -> Iterator[tuple[Key, Tensor]]:
+    """Yield all tensors on rank 0; other ranks send their pieces, and yield nothing."""
+    for key, held in holders.items():
+        if groups.rank == 0:
+            yield key, _whole(held, partial(own.of, key), groups)
+        # Weights that live as shards are gathered by all replicas of the rank that holds them.
+        elif groups.data.ranks[0] in held:
+            value = own.of(key)
+            if groups.rank in held:
+                send_bytes(value, 0, groups.control)

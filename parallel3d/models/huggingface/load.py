@@ -15,13 +15,20 @@ from torch import nn
 from parallel3d.config.files import parse_json, read_mapping
 from parallel3d.config.load import Source, load_sections
 from parallel3d.errors import ConfigError
+from parallel3d.models.blocks import decoder
 from parallel3d.models.config import DecoderConfig
-from parallel3d.models.decoder import decoder
-from parallel3d.models.huggingface.adapted import load_adapted
+from parallel3d.models.huggingface.adapters import load_adapted
 from parallel3d.models.huggingface.config import family_of, parse
 from parallel3d.models.huggingface.meta import load_wrapped
-from parallel3d.models.huggingface.names import all_stored, names_of
-from parallel3d.models.huggingface.weights import HEAD, Weights, check_weights, download_of, open_directory
+from parallel3d.models.huggingface.weights import (
+    HEAD,
+    Weights,
+    all_stored,
+    check_weights,
+    download_of,
+    names_of,
+    open_directory,
+)
 from parallel3d.models.huggingface.wrap import wrap
 from parallel3d.specs import LayerSpec
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from parallel3d.checkpoint.read import differences
 from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.models.huggingface.weights import COMPUTED, Weights, open_directory
-from parallel3d.zero.values import keep_in_file
+from parallel3d.zero.weights import keep_in_file
 
 
 def load_wrapped(directory: Path, dtype: torch.dtype, weights: bool) -> tuple[nn.Module, Weights | None]:

@@ -17,10 +17,10 @@ from parallel3d.models.huggingface.adapters import UnknownRegion, adapted_by, st
 from parallel3d.models.huggingface.tp_regions import regions_of, shard_experts
 from parallel3d.parameters import copy_of, sliced
 from parallel3d.specs import BuildContext
-from parallel3d.tensor_parallel.embedding import own_padding, own_rows
 from parallel3d.tensor_parallel.parallelize import STYLES, Column, Row, Style, Vocabulary, Whole, parallelize
 from parallel3d.tensor_parallel.regions import slicing_group
 from parallel3d.tensor_parallel.slicing import cut
+from parallel3d.tensor_parallel.vocabulary import own_padding, own_rows
 
 EXPERTS = "moe_tp_experts"
 # How linear layers of these names are sharded in a model that has no plan. What can't be sharded so is refused all the same.

@@ -22,7 +22,7 @@ from parallel3d.models.huggingface.outline import Outline, Recorder, with_module
 from parallel3d.models.huggingface.tp_plan import TensorPlan
 from parallel3d.models.huggingface.weights import Weights, load_layer, load_layer_later
 from parallel3d.models.layers import check_tokens
-from parallel3d.models.sliced import SlicedLogits
+from parallel3d.models.loss import SlicedLogits
 from parallel3d.parameters import copy_of, persistent_buffers, replace_tensors, whole_shape
 from parallel3d.specs import BuildContext, LayerSpec, TiedLayerSpec
 from parallel3d.tensor_parallel.linear import ColumnParallelLinear

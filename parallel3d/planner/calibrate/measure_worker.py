@@ -21,7 +21,6 @@ from parallel3d.comm.clock import clock_of
 from parallel3d.comm.collectives import Group, all_gather_into, all_gather_object, all_reduce, reduce_scatter_into
 from parallel3d.comm.environment import get_world_size, local_device
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.comm.peer.copies import TensorKind
 from parallel3d.comm.topology import ProcessTopology
 from parallel3d.comm.transport import Transport
 from parallel3d.config import load
@@ -232,11 +231,10 @@ class _Bench:
     def message(self, transport: Transport, nbytes: int) -> Callable[[], object]:
         """Return a run in which every rank sends to the next one of a ring, as stages do, and receives from the one before."""
         outgoing = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-        kind = TensorKind((nbytes,), torch.uint8, self.device)
         stage, size = self.groups.coordinate("pipe"), self.groups.pipe.size
 
         def run() -> None:
-            incoming = transport.receive([kind], (stage - 1) % size)
+            incoming = transport.receive([torch.empty_like(outgoing)], (stage - 1) % size)
             transport.send([outgoing], (stage + 1) % size)
             for tensor in incoming:
                 tensor.wait()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from parallel3d.checkpoint import directory as d
-from parallel3d.checkpoint import pending as p
+from parallel3d.checkpoint.directory import PendingSave
 from parallel3d.checkpoint.format import (
     MANIFEST,
     Manifest,
@@ -23,7 +23,6 @@ from parallel3d.checkpoint.format import (
     manifest_text,
     read_manifest,
 )
-from parallel3d.checkpoint.pending import PendingSave
 from parallel3d.checkpoint.read import Reader
 from parallel3d.errors import CheckpointError
 
@@ -37,15 +36,8 @@ def write(save_dir: Path, tag: str, saved: float, latest: bool = True, keep: int
     pending = PendingSave(save_dir, tag)
     (pending.path / "rank00000-00.safetensors").write_bytes(b"12345678")
     files = {"rank00000-00.safetensors": StoredFile(num_bytes=8, header_crc32=0)}
-    with pending.committing() as order:
-        values = {"tag": tag, "saved": saved, "latest": latest, "files": files, "tensors": {}, "ranks": []}
-        manifest = Manifest(**values, order=order, state={"saved": saved})
-        p.write_file(pending.path / MANIFEST, manifest_text(manifest))
-        pending.commit()
-        if latest:
-            pending.set_latest()
-        if keep is not None:
-            pending.keep_newest(keep)
+    values = {"tag": tag, "saved": saved, "latest": latest, "files": files, "tensors": {}, "ranks": []}
+    pending.commit(Manifest(**values, state={"saved": saved}), keep)
     pending.end()
 
 
@@ -55,8 +47,8 @@ def tags(save_dir: Path) -> list[str]:
 
 STEPS = [
     *((Path, name) for name in "rename mkdir rmdir unlink open write_bytes".split()),
-    (p, "sync"),
-    (p, "write_file"),
+    (d, "sync"),
+    (d, "write_file"),
 ]
 
 
@@ -102,7 +94,7 @@ def test_a_save_killed_at_any_step_leaves_the_old_or_the_new_one(tmp_path: Path,
         assert "one" in tags(place)
         # The next save tidies up, and nothing valid is lost.
         before = {found.tag: found.manifest.saved for found in d.complete_checkpoints(place)}
-        p.remove_leftovers(place)
+        d.remove_leftovers(place)
         assert {found.tag: found.manifest.saved for found in d.complete_checkpoints(place)} == before
         assert {path.name for path in place.iterdir()} == {*before, "latest", ".parallel3d"}
         assert [path.name for path in (place / ".parallel3d").iterdir()] == ["lock"]
@@ -122,7 +114,7 @@ def test_the_newest_are_kept_and_what_latest_names_and_what_was_saved_beside(tmp
     pending = PendingSave(tmp_path, "beside")
     write(tmp_path, "step6", saved=6.0)
     (tmp_path / "latest").write_text("step5")
-    pending.keep_newest(1)
+    d.keep_newest(tmp_path, 1)
     pending.end()
     assert names(tmp_path) == ["latest", "step1", "step3", "step5", "step6"]
 
@@ -215,7 +207,7 @@ def test_a_file_system_without_locks_keeps_what_may_be_running(tmp_path: Path, m
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOTSUP, "no locks")
 
-    monkeypatch.setattr(p.fcntl, "flock", unsupported)
+    monkeypatch.setattr(d.fcntl, "flock", unsupported)
     first = PendingSave(tmp_path, "step1")
     write(tmp_path, "step2", saved=2.0)
     assert first.path.is_dir()
@@ -224,10 +216,10 @@ def test_a_file_system_without_locks_keeps_what_may_be_running(tmp_path: Path, m
 
 
 def test_names_that_another_process_holds_locked_are_waited_for_and_then_reported(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(p, "_LOCK_S", 0.05)
+    monkeypatch.setattr(d, "_LOCK_S", 0.05)
     pending = PendingSave(tmp_path, "step1")
     with (
-        pending.committing(),
+        d._names_locked(tmp_path),
         pytest.raises(CheckpointError, match=r"another process has held .*/lock for .* s; end that"),
     ):
         PendingSave(tmp_path, "step2")
@@ -247,8 +239,8 @@ def test_a_name_that_can_not_be_given_leaves_the_old_checkpoint(
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", full)
-    with pending.committing(), pytest.raises(OSError, match="No space"):
-        pending.commit()
+    with pytest.raises(OSError, match="No space"):
+        pending.commit(manifest())
     pending.end()
     assert tags(tmp_path) == ["step1"]
     assert d.check_complete(tmp_path / "step1").saved == 1.0

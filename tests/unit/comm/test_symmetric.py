@@ -13,7 +13,7 @@ import torch.distributed as dist
 from parallel3d.comm import groups as comm_groups
 from parallel3d.comm.collectives import Group
 from parallel3d.comm.groups import ProcessGroups
-from parallel3d.comm.peer import rings, symmetric
+from parallel3d.comm.peer import copies, symmetric
 from parallel3d.comm.peer.copies import pipeline_channels
 from parallel3d.comm.peer.symmetric import Mapped, Unavailable, map_memory
 from parallel3d.comm.topology import ProcessTopology
@@ -57,7 +57,7 @@ def test_mapped_memory_counts_for_as_long_as_it_lives(groups: ProcessGroups) -> 
 
 
 def test_channels_begin_with_nothing_counted(groups: ProcessGroups, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rings, "check_axis", lambda *args: None)
+    monkeypatch.setattr(copies, "check_axis", lambda *args: None)
     shared = CHANNELS.open(groups, "pipe", CPU, "stages")
     assert isinstance(shared, Mapped)
     ring = CHANNELS.ring(0, 1, lambda _: shared.memory)
@@ -70,7 +70,7 @@ def test_memory_that_can_not_be_mapped_is_unavailable(groups: ProcessGroups, mon
     def fail(*args: Any) -> None:
         raise RuntimeError("no such memory")
 
-    monkeypatch.setattr(rings, "check_axis", lambda *args: None)
+    monkeypatch.setattr(copies, "check_axis", lambda *args: None)
     monkeypatch.setattr(sys.modules["torch.distributed._symmetric_memory"], "rendezvous", fail)
     assert CHANNELS.open(groups, "pipe", CPU, "stages") is None
     assert groups.mapped_bytes() == 0
@@ -96,7 +96,7 @@ def test_nccls_switch_keeps_ranks_along_an_axis_from_each_others_memory(monkeypa
 
 def test_a_reason_is_found_before_anything_is_mapped(groups: ProcessGroups, monkeypatch: pytest.MonkeyPatch) -> None:
     reason, mapped = Unavailable("two hosts", "use one"), []
-    monkeypatch.setattr(rings, "check_axis", lambda *args: reason)
-    monkeypatch.setattr(rings, "map_memory", lambda *args, **kwargs: cast(Any, mapped.append(args)))
+    monkeypatch.setattr(copies, "check_axis", lambda *args: reason)
+    monkeypatch.setattr(copies, "map_memory", lambda *args, **kwargs: cast(Any, mapped.append(args)))
     assert CHANNELS.open(groups, "pipe", CPU, "stages") is None
     assert not mapped

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_stand_ins import GatheredSums
+from kernel_stand_ins import GatheredSums, all_reduce_ref
 from torch import Tensor
 
 from parallel3d.comm.collectives import Group, Work
@@ -16,7 +16,6 @@ from parallel3d.kernels.all_reduce import (
     HALF_BYTES,
     MAX_BLOCKS,
     AllReduce,
-    all_reduce_ref,
 )
 from parallel3d.kernels.workspace import MOST_BLOCKS, PAD_BYTES, WORLD_SIZES
 

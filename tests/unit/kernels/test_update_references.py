@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_stand_ins import Part, adamw_ref
+from kernel_stand_ins import Part, adamw_ref, reduce_scatter_ref
 from torch import nn
 
 from parallel3d.kernels.fused_adamw import MAX_GROUPS, check_adam, settings_array
-from parallel3d.kernels.reduce_scatter import HALF_BYTES, MAX_BLOCKS, ReduceScatter, reduce_scatter_ref
+from parallel3d.kernels.reduce_scatter import HALF_BYTES, MAX_BLOCKS, ReduceScatter
 from parallel3d.kernels.workspace import MOST_BLOCKS, PAD_BYTES, WORLD_SIZES
 
 THREADS = 512

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from parallel3d.comm.collectives import Group
 from parallel3d.errors import DataError
 from parallel3d.models import CausalLMLoss, causal_lm_loss
-from parallel3d.models.sliced import SlicedLogits
+from parallel3d.models.loss import SlicedLogits
 
 
 def case(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:

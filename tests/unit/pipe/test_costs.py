@@ -20,8 +20,8 @@ from parallel3d.costs.counter import OperatorCounter
 from parallel3d.costs.layer_costs import LayerCost, Sample
 from parallel3d.costs.profilers import FLOPS_PER_BYTE, FlopProfiler, TimeProfiler
 from parallel3d.errors import PartitionError
+from parallel3d.models.blocks import decoder
 from parallel3d.models.config import DecoderConfig
-from parallel3d.models.decoder import decoder
 from parallel3d.optim.precision import Precision
 from parallel3d.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from parallel3d.specs import BuildContext

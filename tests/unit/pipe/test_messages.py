@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from parallel3d.comm.peer.copies import TensorKind
 from parallel3d.comm.structures import Structure, describe
 from parallel3d.comm.values import dump, load
 from parallel3d.errors import CommunicationError
@@ -168,9 +167,9 @@ class End:
         self.wire.log.append(f"send {len(tensors)}")
         self.wire.tensors[stage].extend(t.detach().clone() for t in tensors)
 
-    def receive(self, kinds: Sequence[TensorKind], stage: int, behind: int | None = None) -> Sequence[Any]:
-        self.wire.log.append(f"receive {len(kinds)}")
-        return [Arrival(self.wire.tensors[self.stage], kind) for kind in kinds]
+    def receive(self, buffers: Sequence[Tensor], stage: int) -> Sequence[Any]:
+        self.wire.log.append(f"receive {len(buffers)}")
+        return [Arrival(self.wire.tensors[self.stage], buffer) for buffer in buffers]
 
     def send_header(self, header: Any, stage: int) -> None:
         self.wire.log.append("header")
@@ -189,15 +188,15 @@ class End:
 class Arrival:
     """An expected tensor. Tensors arrive in the order of the waits, which is the channel's if both ends agree."""
 
-    def __init__(self, channel: deque[Tensor], kind: TensorKind):
-        self.channel, self.kind = channel, kind
+    def __init__(self, channel: deque[Tensor], buffer: Tensor):
+        self.channel, self.buffer = channel, buffer
 
     def is_completed(self) -> bool:
         return False
 
     def wait(self) -> Tensor:
         tensor = self.channel.popleft()
-        assert TensorKind(tuple(tensor.shape), tensor.dtype, CPU) == self.kind
+        assert (tensor.shape, tensor.dtype) == (self.buffer.shape, self.buffer.dtype)
         return tensor
 
 
@@ -337,12 +336,12 @@ def test_sparse_tensors_do_not_travel():
 
 def test_what_is_received_has_the_shapes_and_dtypes_of_what_was_sent():
     structure, _ = describe((torch.ones(2, 0, dtype=torch.bfloat16, requires_grad=True), torch.ones(3), "text"))
-    tensors, gradients = ([spec.on(CPU) for spec in specs] for specs in (structure.tensors, structure.gradients))
-    assert tensors == [TensorKind((2, 0), torch.bfloat16, CPU), TensorKind((3,), torch.float32, CPU)]
-    assert gradients == tensors[:1]
-    buffer = gradients[0].empty()
-    assert (tuple(buffer.shape), buffer.dtype, buffer.requires_grad) == ((2, 0), torch.bfloat16, False)
-    assert [kind.nbytes for kind in tensors] == [0, 12]
+    assert structure.gradients == structure.tensors[:1]
+    buffers = [spec.empty(CPU) for spec in structure.tensors]
+    assert [(*b.shape, b.dtype, b.requires_grad) for b in buffers] == [
+        (2, 0, torch.bfloat16, False),
+        (3, torch.float32, False),
+    ]
 
 
 def test_a_batch_with_inputs_of_a_new_structure_goes_through_the_host():

@@ -13,7 +13,7 @@ from parallel3d.autograd.sink import GradientSink
 from parallel3d.autograd.split_backward import make_splittable
 from parallel3d.config import load
 from parallel3d.models import DecoderConfig
-from parallel3d.models.decoder import decoder
+from parallel3d.models.blocks import decoder
 from parallel3d.monitor.memory import LiveStorages
 from parallel3d.pipe import LayerSpec
 from parallel3d.planner.predict.chunk_memory import ChunkMemory, MemoryReplay, chunk_memory

@@ -15,7 +15,7 @@ from parallel3d.costs.layer_profile import LayerProfile
 from parallel3d.costs.tracing import Held
 from parallel3d.errors import PartitionError
 from parallel3d.models import DecoderConfig, causal_lm_loss
-from parallel3d.models.decoder import decoder
+from parallel3d.models.blocks import decoder
 from parallel3d.pipe import LayerSpec
 from parallel3d.planner.predict.profile import ModelProfile
 

@@ -17,7 +17,6 @@ from parallel3d.schedule.lowering import (
     add_loads,
     add_replica_reduction,
     lower,
-    lower_rank,
 )
 from parallel3d.schedule.order import validate
 
@@ -189,10 +188,3 @@ def test_all_passes_literally() -> None:
 def test_all_passes_on_an_interleaved_schedule_validate() -> None:
     program = add_gradient_reduction(lower(interleaved(4, 6, 3)), [2] * 12)
     validate(add_replica_reduction(program, [(0, 11), (0, 5, 11)]))
-
-
-@unhurried
-@given(programs())
-def test_one_ranks_list_is_that_of_the_whole_program(program: Program) -> None:
-    whole = lower(program)
-    assert tuple(lower_rank(program, rank) for rank in range(program.num_ranks)) == whole.instructions

@@ -16,13 +16,12 @@ from parallel3d.engine.auto import describe
 from parallel3d.errors import ScheduleError
 from parallel3d.schedule.auto import Measured, Plan, make_plan, most_held
 from parallel3d.schedule.builders import from_lists, placement_of
-from parallel3d.schedule.fuse import fuse_backwards, whole_backwards
 from parallel3d.schedule.instructions import RECV_OPS, SEND_OPS, Instruction, Op, Program
 from parallel3d.schedule.list_clock import ListClock, Traffic
 from parallel3d.schedule.order import validate
 from parallel3d.schedule.search import search
 from parallel3d.schedule.timing import simulate
-from parallel3d.schedule.traffic import hide_reductions
+from parallel3d.schedule.traffic import fuse_backwards, hide_reductions, whole_backwards
 
 Letter = tuple[str, int, int]  # F, I, W or B, chunk, micro-batch
 

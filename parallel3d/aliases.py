@@ -1,4 +1,4 @@
-"""The module `deepspeed` of `p3d deepspeed install`: its modules and names are those of this package."""
+"""DeepSpeed's modules by their import paths in `parallel3d`, and in the module `deepspeed` of `p3d deepspeed install`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,26 @@ from typing import Any
 
 # DeepSpeed's version with these names, for libraries that ask for a minimum; the part after + tells the two apart.
 VERSION = "0.19.8+parallel3d"
-_NAME = "deepspeed"
+_NAME, _OWN = "deepspeed", "parallel3d"
 # Modules whose names are all in deepspeed.names.
-_SMALL = """checkpoint checkpoint.utils git_version_info moe moe.layer moe.utils ops.aio ops.op_builder runtime.bf16_optimizer
-runtime.checkpoint_engine runtime.checkpoint_engine.torch_checkpoint_engine runtime.config runtime.config_utils runtime.fp16
-runtime.fp16.fused_optimizer runtime.fp16.unfused_optimizer runtime.hybrid_engine runtime.precision_config
-runtime.sequence_parallel runtime.sequence_parallel.ulysses_sp runtime.zero.config runtime.zero.stage3
+_SMALL = """checkpoint checkpoint.utils git_version_info moe moe.layer moe.utils ops.aio ops.op_builder
+runtime.bf16_optimizer runtime.checkpoint_engine runtime.checkpoint_engine.torch_checkpoint_engine runtime.config
+runtime.config_utils runtime.fp16 runtime.fp16.fused_optimizer runtime.fp16.unfused_optimizer runtime.hybrid_engine
+runtime.precision_config runtime.sequence_parallel runtime.sequence_parallel.ulysses_sp runtime.zero.config runtime.zero.stage3
 runtime.zero.stage_1_and_2 runtime.zero.utils sequence sequence.layer utils.groups utils.torch"""
-# DeepSpeed's modules whose names are elsewhere in this package.
-ELSEWHERE = dict.fromkeys(_SMALL.split(), "deepspeed.names") | {
-    "launcher.multinode_runner": "launcher.multinode_runner",
+# Modules whose names are all in deepspeed.runtime.
+_RUNTIME = """runtime runtime.lr_schedules runtime.pipe.topology runtime.utils runtime.zero runtime.zero.offload_config
+runtime.zero.partition_parameters"""
+# DeepSpeed's modules -> where their names are in this package.
+PLACES = {
+    **dict.fromkeys(_SMALL.split(), "deepspeed.names"),
+    **dict.fromkeys(_RUNTIME.split(), "deepspeed.runtime"),
+    **dict.fromkeys(("ops", "ops.adagrad", "ops.adam", "ops.lion"), "deepspeed.ops"),
+    **dict.fromkeys(("utils", "utils.logging", "utils.tensor_fragment"), "deepspeed.utils"),
+    "accelerator": "deepspeed.accelerator",
+    "arguments": "deepspeed.arguments",
+    "checkpointing": "deepspeed.checkpointing",
+    "launcher.runner": "launcher.deepspeed",
     "monitor.monitor": "monitor.writers",
     "profiling.flops_profiler.profiler": "deepspeed.profiling.flops_profiler",
     "runtime.activation_checkpointing": "deepspeed",
@@ -34,9 +44,7 @@ ELSEWHERE = dict.fromkeys(_SMALL.split(), "deepspeed.names") | {
     "runtime.pipe.engine": "deepspeed.accessors",
     "runtime.pipe.module": "pipe",
     "runtime.pipe.schedule": "deepspeed.schedules",
-    "runtime.pipe.topology": "deepspeed.topology",
     "utils.numa": "launcher.hosts",
-    "utils.tensor_fragment": "deepspeed.utils",
 }
 
 
@@ -55,17 +63,25 @@ class Alias(Loader):
         module.__spec__ = self._spec  # importing has set that of the alias
 
 
-class _Finder(MetaPathFinder):
-    """Finds deepspeed.X where ELSEWHERE says, else as parallel3d.deepspeed.X, else as parallel3d.X."""
+class Finder(MetaPathFinder):
+    """Finds parallel3d.X and parallel3d.deepspeed.X where PLACES says, and deepspeed.X there or as a module of this package.
+
+    top: "parallel3d", for a finder after those of real modules, or "deepspeed", for one before them.
+    """
+
+    def __init__(self, top: str):
+        self._top = top
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        top, _, rest = fullname.removeprefix("parallel3d.").partition(".")
-        if top != _NAME or (fullname.startswith("parallel3d.") and rest not in ELSEWHERE):
+        """Return the spec of a module under its other name; None for a name that is not found."""
+        top, _, rest = fullname.partition(".")
+        if top != self._top:
             return None
-        places = [ELSEWHERE[rest]] if rest in ELSEWHERE else [f"deepspeed.{rest}", rest]
-        for name in (f"parallel3d.{place}" for place in places):
+        place = PLACES.get(rest.removeprefix("deepspeed."))
+        places = [place] if place is not None else [f"deepspeed.{rest}", rest] if top == _NAME else []
+        for name in (f"{_OWN}.{place}" for place in places):
             try:
                 return spec_from_loader(fullname, Alias(import_module(name)), is_package=True)
             except ModuleNotFoundError as error:
@@ -76,8 +92,8 @@ class _Finder(MetaPathFinder):
 
 def become_deepspeed(module: ModuleType) -> None:
     """Give the module `deepspeed` the names and the modules of this package."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    if _NAME not in (finder._top for finder in sys.meta_path if isinstance(finder, Finder)):
+        sys.meta_path.insert(0, Finder(_NAME))
 
     def find(name: str) -> Any:
         for place in ("parallel3d", "parallel3d.deepspeed.names"):

@@ -1,1 +1,0 @@
-"""`deepspeed.launcher`, as libraries name it."""
