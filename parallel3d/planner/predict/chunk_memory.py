@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -211,35 +212,37 @@ class _Walk:
 
     def forward(self, given: Iterable[_Tensor]) -> list[int]:
         """Return the peak of each step of the forward, beyond what was given to it."""
-        outside = set(given)
-        kept, own = set[_Tensor](), 0
-        peaks = []
+        there, nbytes, peaks = set(given), 0, []
         for region in self._regions:
-            for step in region.steps:
-                around = (kept | set(step.inputs)) - outside
-                peaks.append(own + _bytes(around) + step.held.forward_peak)
-            own += region.own
-            kept |= set(region.kept)
+            peaks += [nbytes + _bytes(set(step.inputs) - there) + step.held.forward_peak for step in region.steps]
+            kept = set(region.kept) - there
+            nbytes += region.own + _bytes(kept)
+            there |= kept
         return peaks
 
     def backward(self) -> list[int]:
         """Return the peak of each step of the backward; those of a recomputed region have that of the region."""
         peaks: list[int] = []
-        own = sum(region.own for region in self._regions)
-        deferred, gradients = set[_Tensor](), set[_Tensor]()
+        # Of the tensors that are held, and of the gradients that wait besides those of the region's outputs.
+        nbytes, gradient_bytes = self.saved, 0
+        deferred, waiting = set[_Tensor](), set[_Tensor]()
+        freed: dict[int, set[_Tensor]] = defaultdict(set)
+        for tensor, first in self.first.items():
+            freed[first].add(tensor)
         for r, region in reversed(list(enumerate(self._regions))):
-            own -= region.own
-            tensors = deferred.union(tensor for tensor, first in self.first.items() if first <= r)
-            waiting = gradients - set(region.steps[-1].leaving)
-            if r < len(self._regions) - 1:  # the executor holds what the backward began with
-                waiting |= self._outputs
-            shared = sum(nbytes for first, last, nbytes in self._shared if first <= r < last)
-            around = own + _bytes(tensors) + _gradient_bytes(waiting) + shared
+            nbytes -= region.own
+            arrived = waiting.intersection(region.steps[-1].leaving) - self._outputs
+            shared = sum(size for first, last, size in self._shared if first <= r < last)
+            around = nbytes + gradient_bytes - _gradient_bytes(arrived) + shared
             peaks += [around + self._inside(region, r)] * (2 * len(region.steps) - 1)
-            for step in region.steps:
-                deferred |= step.deferred
-                gradients |= step.deferred_gradients
-                own += step.held.deferred.own
+            # From the first region on the executor holds what the backward began with.
+            gradients = self._outputs.union(*(step.deferred_gradients for step in region.steps)) - waiting
+            waiting |= gradients
+            gradient_bytes += _gradient_bytes(gradients)
+            kept = set[_Tensor]().union(*(step.deferred for step in region.steps)) - deferred
+            deferred |= kept
+            nbytes += _bytes(t for t in kept if self.first.get(t, r + 1) > r) - _bytes(freed[r] - deferred)
+            nbytes += sum(step.held.deferred.own for step in region.steps)
         return peaks
 
     def _inside(self, region: _Region, number: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from parallel3d.costs.model_traces import LossFunction, ModelTraces, TracedModel
 from parallel3d.parameters import ParameterInfo
 from parallel3d.pipe.layer_choice import Policies, policy_rule
 from parallel3d.pipe.ties import TieIndex
-from parallel3d.specs import Layer, layer_name
+from parallel3d.specs import Layer, TiedLayerSpec, layer_name
 from parallel3d.zero.layout import by_owners
 from parallel3d.zero.policy import ZeroPolicy, make_policy
 
@@ -177,26 +178,35 @@ class ModelProfile:
     ) -> list[list[ParameterInfo]]:
         """Return each stage's trainable parameters, found once for all callers, who must not change them.
 
-        merged: see `merged`.
+        merged: return one in place of all that have the same owners: enough for a rough prediction.
         """
         key = tensor_ranks, sequence_parallel, tuple(bounds), tuple(placement), merged
         if key not in self._parameters:
-            stages = stage_parameters(self.specs, self.layers(tensor_ranks, sequence_parallel), bounds, placement)
-            self._parameters[key] = list(map(self.merged, stages)) if merged else stages
+            layers = self.layers(tensor_ranks, sequence_parallel)
+            stages = stage_parameters(self.specs, self._in_one(layers) if merged else layers, bounds, placement)
+            self._parameters[key] = list(map(self._merged_by_owners, stages)) if merged else stages
         return self._parameters[key]
 
-    def merged(self, parameters: Sequence[ParameterInfo]) -> list[ParameterInfo]:
-        """Return one parameter, without memory, in place of all that have the same owners: enough for a rough prediction.
+    def _in_one(self, layers: Sequence[LayerProfile]) -> list[LayerProfile]:
+        """Return the layers with a single parameter each, but for those that ties may divide."""
+        merged = {
+            id(layer): replace(layer, parameters=(("", self._merge([p for _, p in layer.parameters])),))
+            for layer in {id(layer): layer for layer in layers}.values()
+            if layer.parameters
+        }
+        pairs = zip(self.specs, layers, strict=True)
+        return [layer if isinstance(s, TiedLayerSpec) else merged.get(id(layer), layer) for s, layer in pairs]
 
-        Those of equal sizes are one object.
-        """
-        found = []
-        for owners, infos in by_owners(parameters).items():
-            key = numel, dtype = sum(info.parameter.numel() for info in infos), infos[0].parameter.dtype
-            if key not in self._merged:
-                self._merged[key] = nn.Parameter(torch.empty(numel, dtype=dtype, device="meta"))
-            found.append(ParameterInfo("", self._merged[key], owners))
-        return found
+    def _merged_by_owners(self, parameters: Sequence[ParameterInfo]) -> list[ParameterInfo]:
+        groups = by_owners(parameters).items()
+        return [ParameterInfo("", self._merge([info.parameter for info in infos]), owners) for owners, infos in groups]
+
+    def _merge(self, parameters: Sequence[nn.Parameter]) -> nn.Parameter:
+        """Return one parameter, without memory, in place of several; those of equal sizes are one object."""
+        key = numel, dtype = sum(parameter.numel() for parameter in parameters), parameters[0].dtype
+        if key not in self._merged:
+            self._merged[key] = nn.Parameter(torch.empty(numel, dtype=dtype, device="meta"))
+        return self._merged[key]
 
     def _trace(self, slicing: _Slicing, micro_batch: int, policy: SelectivePolicy | None) -> tuple[LayerProfile, ...]:
         return _at(micro_batch, partial(self._at_samples, slicing, policy))
