@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from parallel3d.comm.structures import TensorTree
 from parallel3d.config import SELECTIVE, Config, RecomputationPolicy, SelectivePolicy
 from parallel3d.config.layout import Layout
+from parallel3d.costs.forked import ForkedCalls
 from parallel3d.costs.layer_profile import LayerProfile, extrapolated, recomputed
 from parallel3d.costs.model_traces import LossFunction, ModelTraces, TracedModel, rows_of
 from parallel3d.parameters import ParameterInfo
@@ -31,6 +32,7 @@ _FEW = ((1, 2), (2, 3))
 
 
 _Slicing = tuple[int, bool]  # tensor-parallel ranks, and whether sequences are split among them
+_Traced = tuple[_Slicing, SelectivePolicy | None, int]  # what traces depend on besides the layers; last the samples
 
 
 class ModelProfile:
@@ -65,6 +67,7 @@ class ModelProfile:
         rule = policy_rule(config.pipeline.checkpointable_layers, policies, self.names)
         self._given = [rule(k, layer) for k, layer in enumerate(self.specs)]
         self._in_other_layers: dict[tuple[int, ...], ModelProfile] = {}
+        self._forked: Callable[[_Traced], tuple[LayerProfile, ...]] | None = None
         self._slicings: dict[_Slicing, ModelTraces] = {}
         self._traced: dict[object, tuple[LayerProfile, ...]] = {}
         self._profiles: dict[tuple[_Slicing, int, bool, SelectivePolicy | None], tuple[LayerProfile, ...]] = {}
@@ -80,6 +83,17 @@ class ModelProfile:
             other._traceable, other._slicings = traced, self._slicings
             self._in_other_layers[key] = other
         return self._in_other_layers[key].with_zero(self.config)
+
+    def trace_in_fork(self, ahead: Iterable[_Traced]) -> None:
+        """Trace layers in a forked process from now on, and those of `ahead` before they are asked for.
+
+        Layers that `of_layers` has been called for are traced there too. Nothing may have been traced before: what a module
+        makes for all later micro-batches is part of its first trace.
+        """
+        profiles = [self, *self._in_other_layers.values()]
+        forked = ForkedCalls(lambda key: profiles[key[0]]._at_samples(*key[1]), ((0, traced) for traced in ahead))
+        for number, profile in enumerate(profiles):
+            profile._forked = partial(_ask, forked, number)
 
     def with_zero(self, config: Config) -> ModelProfile:
         """Return the profile, with the same traces, under a configuration that differs in zero_optimization alone."""
@@ -212,12 +226,18 @@ class ModelProfile:
         return _at(micro_batch, partial(self._at_samples, slicing, policy))
 
     def _at_samples(self, slicing: _Slicing, policy: SelectivePolicy | None, samples: int) -> tuple[LayerProfile, ...]:
-        if slicing not in self._slicings:
-            self._slicings[slicing] = ModelTraces(self._traceable, *slicing)
         key = slicing, policy, samples
-        if key not in self._traced:
+        if key not in self._traced and self._forked is not None:
+            self._traced[key] = self._forked(key)
+        elif key not in self._traced:
+            if slicing not in self._slicings:
+                self._slicings[slicing] = ModelTraces(self._traceable, *slicing)
             self._traced[key] = self._slicings[slicing].profiles(self.specs, policy, samples)
         return self._traced[key]
+
+
+def _ask(forked: ForkedCalls[Any, tuple[LayerProfile, ...]], profile: int, key: _Traced) -> tuple[LayerProfile, ...]:
+    return forked((profile, key))
 
 
 def _at(micro_batch: int, traced: Callable[[int], tuple[LayerProfile, ...]]) -> tuple[LayerProfile, ...]:
