@@ -6,6 +6,7 @@ import pickle
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import cache
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Generic, TypeVar
@@ -19,16 +20,23 @@ Result = TypeVar("Result")
 class ForkedCalls(Generic[Key, Result]):
     """Calls a function in a forked process, which shares all that the function refers to.
 
-    - function: returns what can be pickled, or raises a Parallel3DError. It may keep state: the process calls it once for each
-      key, `ahead` in its order while it isn't asked for anything, and other keys when they are asked for.
+    - function: returns what can be pickled, or raises a Parallel3DError; it is called once for each key.
+    - ahead: keys for which it is called before they are asked for, in this order.
+    - following: returns keys that are likely to be asked for soon after one; they come before those of `ahead`.
 
     No thread of this process may hold a lock that the function needs.
     """
 
-    def __init__(self, function: Callable[[Key], Result], ahead: Iterable[Key] = ()):
+    def __init__(
+        self,
+        function: Callable[[Key], Result],
+        ahead: Iterable[Key] = (),
+        following: Callable[[Key], Iterable[Key]] = lambda key: (),
+    ):
         context = get_context("fork")
         self._connection, served = context.Pipe()
-        context.Process(target=_serve, args=(served, self._connection, function, deque(ahead)), daemon=True).start()
+        given = served, self._connection, function, deque(ahead), following
+        context.Process(target=_serve, args=given, daemon=True).start()
         served.close()  # so that the end of the process ends the connection
 
     def __call__(self, key: Key) -> Result:
@@ -44,29 +52,28 @@ class ForkedCalls(Generic[Key, Result]):
 
 
 def _serve(
-    connection: Connection, other_end: Connection, function: Callable[[Key], Result], ahead: deque[Key]
+    connection: Connection,
+    other_end: Connection,
+    function: Callable[[Key], Result],
+    ahead: deque[Key],
+    following: Callable[[Key], Iterable[Key]],
 ) -> None:
     other_end.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks ends this one
-    known: dict[Key, bytes] = {}
 
-    def call(key: Key) -> None:
-        result: Result | Parallel3DError
+    @cache
+    def called(key: Key) -> bytes:
         try:
-            result = function(key)
+            return pickle.dumps(function(key))
         except Parallel3DError as error:
-            result = error
-        known[key] = pickle.dumps(result)
+            return pickle.dumps(error)
 
     while True:
         while ahead and not connection.poll():
-            key = ahead.popleft()
-            if key not in known:
-                call(key)
+            called(ahead.popleft())
         try:
             key = connection.recv()
         except EOFError:
             return
-        if key not in known:
-            call(key)
-        connection.send_bytes(known[key])
+        connection.send_bytes(called(key))
+        ahead.extendleft(following(key))

@@ -9,7 +9,6 @@ from math import ceil
 from statistics import median
 from typing import Any
 
-import torch
 from torch import nn
 
 from parallel3d.comm.collectives import all_gather_object

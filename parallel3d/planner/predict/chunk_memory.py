@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Literal, NamedTuple
@@ -23,13 +23,20 @@ class ChunkMemory:
 
     - held: between instructions.
     - kept_input: bytes of an input from a chunk of the same rank that deferred gradients keep.
-    - runs: the most that each run of a layer in an instruction adds to what was held before it, by the operation. Runs of
-      layers that are recomputed together count as one each time. The loss is part of the last layer's run.
+    - find_runs: finds `runs`.
     """
 
     held: ChunkBytes
     kept_input: int
-    runs: Mapping[Op, Sequence[int]]
+    find_runs: Callable[[], Mapping[Op, Sequence[int]]]
+
+    @cached_property
+    def runs(self) -> Mapping[Op, Sequence[int]]:
+        """The most that each run of a layer in an instruction adds to what was held before it, by the operation.
+
+        Runs of layers that are recomputed together count as one each time. The loss is part of the last layer's run.
+        """
+        return self.find_runs()
 
     @cached_property
     def within(self) -> Mapping[Op, int]:
@@ -72,15 +79,17 @@ def chunk_memory(
         deferred=walk.deferred if splits else 0,
         output=_bytes(set(outputs).difference(walk.first)),
     )
-    before = held.saved + held.received + held.loaded + held.output_gradient
-    forward, backward = walk.forward(given), [most - before for most in walk.backward()]
-    if has_loss:
-        forward[-2:], backward[:2] = [max(forward[-2:])], [max(backward[:2])]
-    runs = {Op.FORWARD: forward, Op.BACKWARD: backward, Op.BACKWARD_INPUT: backward}
-    if splits:
-        runs[Op.BACKWARD_WEIGHT] = [walk.weight()]
+
+    def find_runs() -> Mapping[Op, Sequence[int]]:
+        before = held.saved + held.received + held.loaded + held.output_gradient
+        forward, backward = walk.forward(given), [most - before for most in walk.backward()]
+        if has_loss:
+            forward[-2:], backward[:2] = [max(forward[-2:])], [max(backward[:2])]
+        runs = {Op.FORWARD: forward, Op.BACKWARD: backward, Op.BACKWARD_INPUT: backward}
+        return {**runs, Op.BACKWARD_WEIGHT: [walk.weight()]} if splits else runs
+
     kept = [nbytes for tensor, (nbytes, _) in zip(entering, inputs, strict=True) if tensor in walk.deferred_tensors]
-    return ChunkMemory(held, sum(kept) if source == "local" else 0, runs)
+    return ChunkMemory(held, sum(kept) if source == "local" else 0, find_runs)
 
 
 @dataclass(frozen=True, eq=False)

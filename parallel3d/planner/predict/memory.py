@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from parallel3d.comm.environment import CONTEXT_BYTES

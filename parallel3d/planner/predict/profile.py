@@ -87,11 +87,16 @@ class ModelProfile:
     def trace_in_fork(self, ahead: Iterable[_Traced]) -> None:
         """Trace layers in a forked process from now on, and those of `ahead` before they are asked for.
 
-        Layers that `of_layers` has been called for are traced there too. Nothing may have been traced before: what a module
-        makes for all later micro-batches is part of its first trace.
+        Layers that `of_layers` has been called for are traced there too: those that are recomputed in part after these.
         """
         profiles = [self, *self._in_other_layers.values()]
-        forked = ForkedCalls(lambda key: profiles[key[0]]._at_samples(*key[1]), ((0, traced) for traced in ahead))
+
+        def following(key: tuple[int, _Traced]) -> list[tuple[int, _Traced]]:
+            number, traced = key
+            return [(n, traced) for n in range(1, len(profiles)) if number == 0 and traced[1] is not None]
+
+        keys = ((0, traced) for traced in ahead)
+        forked = ForkedCalls(lambda key: profiles[key[0]]._at_samples(*key[1]), keys, following)
         for number, profile in enumerate(profiles):
             profile._forked = partial(_ask, forked, number)
 
