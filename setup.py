@@ -139,5 +139,5 @@ setup(
         "docs": DOCS,
         "test": TEST + PLOT + EXAMPLES,
     },
-    entry_points={"console_scripts": ["parallel3d = parallel3d.launcher:main", "p3d = parallel3d.cli:main"]},
+    entry_points={"console_scripts": ["parallel3d = parallel3d.launcher:main", "p3d = parallel3d.cli:command"]},
 )

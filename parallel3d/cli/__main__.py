@@ -1,7 +1,5 @@
 """`python -m parallel3d.cli` is the command `p3d`."""
 
-import sys
+from parallel3d.cli import command
 
-from parallel3d.cli import main
-
-sys.exit(main())
+command()

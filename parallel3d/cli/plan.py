@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -76,7 +77,10 @@ def run(options: argparse.Namespace) -> int:
         from parallel3d.planner.calibrate.measure_worker import measure_model  # it imports all that trains
 
         measured = measure_model(model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    question = Question(model, cluster, options.global_batch, options.top, None, calibration, measured, options.auto)
+    in_two = measured is None and not options.calibrate and len(os.sched_getaffinity(0)) > 1
+    question = Question(
+        model, cluster, options.global_batch, options.top, None, calibration, measured, options.auto, in_two
+    )
     planner = Planner(question)
     result = planner.answer()
     show(result, console)

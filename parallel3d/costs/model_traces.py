@@ -139,6 +139,8 @@ class ModelTraces:
         tie = layer.key if isinstance(layer, TiedLayerSpec) else None
         key = (kind, x.key, tie, policy)
         if key not in self._known:
+            if policy is not None:  # what a layer makes for all later micro-batches is part of its plain trace
+                self._profile(layer, x, None)
             whole, split = (self._trace(kind, x, splits, policy) for splits in (False, True))
             tensors = self._modules[kind, 0][1]
             self._tables[kind] = max(self._tables.get(kind, 0), whole.tables, split.tables)

@@ -172,6 +172,26 @@ def build_optimizer(name: str, parameters: Parameters, params: Mapping[str, Any]
     CUDA parameters are updated by torch's fused kernel where the class has one, unless params say how.
     Raises ConfigError for unknown names and params.
     """
+    return _build(name, parameters, params, lambda cls: cls)
+
+
+def empty_optimizer(name: str, params: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """Return an optimizer as `build_optimizer` does, but without parameters, for its class and settings.
+
+    To add parameters torch imports its compiler, which takes most of a second.
+    """
+    parameter = nn.Parameter(torch.empty(1))
+    return _build(name, [parameter], params, lambda cls: type(cls.__name__, (_TakesNone, cls), {}))
+
+
+class _TakesNone(torch.optim.Optimizer):
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Leave the group out."""
+
+
+def _build(
+    name: str, parameters: Parameters, params: Mapping[str, Any], variant: Callable[[type], type]
+) -> torch.optim.Optimizer:
     cls = _class_of(name)
     params = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
     implied = _IMPLIED.get(cls, {})
@@ -192,7 +212,7 @@ def build_optimizer(name: str, parameters: Parameters, params: Mapping[str, Any]
         params["fused"] = True  # one pass over memory
     if cls is _TORCH_CLASSES.get("Muon"):
         _check_matrices(tensors)
-    optimizer = call(cls, groups, params, f"optimizer.params of {name}", own, _REMEDIES)
+    optimizer: torch.optim.Optimizer = call(variant(cls), groups, params, f"optimizer.params of {name}", own, _REMEDIES)
     if cls is torch.optim.SGD:
         optimizer.register_step_pre_hook(_start_momentum)
     return optimizer
@@ -299,7 +319,7 @@ def step_bytes(optimizer: torch.optim.Optimizer, total: int, largest: int, on_cu
     fused = settings.get("fused") or (on_cuda and settings.get("fused") is None and cls.__name__ in _FUSED)
     if fused:
         return 0
-    if cls is Lion or settings.get("foreach") or (on_cuda and settings.get("foreach", False) is None):
+    if issubclass(cls, Lion) or settings.get("foreach") or (on_cuda and settings.get("foreach", False) is None):
         return 4 * total
     decays = bool(settings.get("weight_decay")) and not settings.get("decoupled_weight_decay", cls.__name__ == "AdamW")
     copies = 2 * decays + bool(settings.get("nesterov")) if cls.__name__ == "SGD" else _LOOPS + decays

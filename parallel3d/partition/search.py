@@ -7,8 +7,8 @@ between them keep their lengths), and then by pairs of such moves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import reduce
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial, reduce
 from itertools import combinations
 from math import comb
 
@@ -27,6 +27,19 @@ _IMPOSSIBLE = 1e30  # for an empty chunk: finite, since a stage that has none of
 _TOLERANCE = 1e-12
 
 _Bounds = npt.NDArray[np.int64]
+_PartsOf = Callable[
+    [FloatArray], FloatArray
+]  # from the cost of all chunks, see Search, that of the chunks of some splits
+
+
+class _Moves:
+    """Moves of bounds, [moves, chunks + 1]. shifts: of a bound; chunks: number of each moved chunk by its ends' shifts."""
+
+    def __init__(self, moves: _Bounds):
+        reach = int(np.abs(moves).max(initial=0))
+        self.moves, self.shifts = moves, np.arange(-reach, reach + 1)
+        at, size = moves + reach, len(self.shifts)
+        self.chunks = (np.arange(moves.shape[1] - 1) * size + at[:, :-1]) * size + at[:, 1:]
 
 
 class Search:
@@ -49,9 +62,11 @@ class Search:
         self._chunks, self._num_layers = len(placement), cost.shape[-1] - 1
         self._stage = np.eye(max(placement) + 1)[list(placement)]  # [chunks, stages]
         total = cost[..., 0, -1].max() / self._stage.shape[1]
-        self._cost = _finite(np.broadcast_to(cost, (self._chunks, *cost.shape[-2:])) / (total or 1.0))
+        own = np.broadcast_to(cost, (self._chunks, *cost.shape[-2:]))
+        # Chunks of equal cost share a matrix: one for each wouldn't fit into the processor's cache.
+        self._cost = _finite((own if own.strides[0] else own[:1]) / (total or 1.0))
         self._held = None if held is None else _finite(held / (limit or 1.0))
-        self._runs = _runs(self._chunks)
+        self._moves = _moves(self._chunks)
 
     @staticmethod
     def is_exact(num_layers: int, num_chunks: int) -> bool:
@@ -63,16 +78,16 @@ class Search:
         n, chunks = self._num_layers, self._chunks
         if self.is_exact(n, chunks):
             splits = np.array([[0, *inner, n] for inner in combinations(range(1, n), chunks - 1)])
-            return tuple(map(int, splits[_least(self._objectives(splits))]))
+            return tuple(map(int, splits[self._least(lambda cost: self._parts(cost, splits))]))
         found = self._descend(np.array(starts))
         random = np.random.default_rng(0)
-        count = max(2, min(_STARTS, _ELEMENTS // (len(self._runs) * (chunks + 1))))
+        count = max(2, min(_STARTS, _ELEMENTS // ((len(self._moves[0].moves) - 1) * (chunks + 1))))
         for round_ in range(_ROUNDS):
             reach = max(1, n // chunks >> round_)
             scattered = found[0] + random.integers(-reach, reach + 1, (count, chunks + 1))
             found = self._descend(np.concatenate([found[:1], self._repaired(scattered)]))
         finished = np.array([self._finish(bounds) for bounds in found[:_FINISHED]])
-        return tuple(map(int, finished[_least(self._objectives(finished))]))
+        return tuple(map(int, finished[self._least(lambda cost: self._parts(cost, finished))]))
 
     def _repaired(self, bounds: _Bounds) -> _Bounds:
         """Return the nearest bounds without an empty chunk."""
@@ -84,60 +99,68 @@ class Search:
 
     def _descend(self, bounds: _Bounds) -> _Bounds:
         """Move each split [chunks + 1] until no run of bounds makes it better; return them, the best first."""
-        bounds, scores = bounds.copy(), self._score(bounds)
+        bounds, scores = bounds.copy(), self._score(lambda cost: self._parts(cost, bounds))
         moving = np.arange(len(bounds))
         while len(moving):
-            moved = bounds[moving][:, None] + self._runs
-            reached = self._score(moved)
+            reached = self._score(partial(self._parts_moved, bounds=bounds[moving], by=self._moves[0]))
             best = reached.argmin(axis=1)
             least = np.take_along_axis(reached, best[:, None], axis=1)[:, 0]
             better = least < scores[moving] - _TOLERANCE
             moving, best = moving[better], best[better]
-            bounds[moving], scores[moving] = moved[better, best], least[better]
+            bounds[moving], scores[moving] = bounds[moving] + self._moves[0].moves[best], least[better]
         return bounds[np.argsort(scores, kind="stable")]
 
     def _finish(self, bounds: _Bounds) -> _Bounds:
         """Go on by the objectives themselves, one run or two at a time."""
-        runs = self._runs[: int((2 * _ELEMENTS / (self._chunks + 1)) ** 0.5)]
-        first, second = np.triu_indices(len(runs), 1)
-        neighbourhoods = [self._runs, runs[first] + runs[second]]
         while True:
-            for moves in neighbourhoods:
-                # Among equals `_least` returns the last one, which is the split itself.
-                candidates = np.concatenate([bounds + moves, bounds[None]])
-                best = _least(self._objectives(candidates))
-                if best < len(moves):
-                    bounds = candidates[best]
+            for near in self._moves:
+                best = self._least(partial(self._parts_moved, bounds=bounds, by=near))
+                if best < len(near.moves) - 1:
+                    bounds = bounds + near.moves[best]
                     break
             else:
                 return bounds
 
     def _parts(self, cost: FloatArray, bounds: _Bounds) -> FloatArray:
         """Return the cost of each chunk; bounds [..., chunks + 1] that are no split get an impossible one."""
-        inside, size = np.clip(bounds, 0, self._num_layers), self._num_layers + 1
-        # The elements [chunk, first, last]: by numbers of their own NumPy takes them in half the time.
-        return cost.ravel()[(np.arange(self._chunks) * size + inside[..., :-1]) * size + inside[..., 1:]]
+        inside = np.clip(bounds, 0, self._num_layers)
+        return cost[np.arange(len(cost)), inside[..., :-1], inside[..., 1:]]
 
-    def _excess(self, bounds: _Bounds) -> FloatArray:
+    def _parts_moved(self, cost: FloatArray, bounds: _Bounds, by: _Moves) -> FloatArray:
+        """Return the cost of each chunk after each move, [..., moves, chunks]. bounds: [..., chunks + 1]."""
+        inside = np.clip(bounds[..., None] + by.shifts, 0, self._num_layers)
+        # Few different chunks: of each with all ends that it may have.
+        ends = np.arange(len(cost))[:, None, None], inside[..., :-1, :, None], inside[..., 1:, None, :]
+        return cost[ends].reshape(*bounds.shape[:-1], -1).take(by.chunks, axis=-1)
+
+    def _excess(self, parts_of: _PartsOf) -> FloatArray | float:
         """Return by which share of the limit the fullest stage holds too much."""
         if self._held is None:
-            return np.zeros(bounds.shape[:-1])
-        return np.maximum(_largest(self._parts(self._held, bounds) @ self._stage) - 1.0, 0.0)
+            return 0.0
+        return np.maximum(_largest(parts_of(self._held) @ self._stage) - 1.0, 0.0)
 
-    def _score(self, bounds: _Bounds) -> FloatArray:
+    def _score(self, parts_of: _PartsOf) -> FloatArray:
         """Return the objective of the descent: the largest stage, and a little of the others, to leave plateaus."""
-        parts = self._parts(self._cost, bounds)
+        parts = parts_of(self._cost)
         loads = parts @ self._stage
         spread = 1e-3 * np.sqrt(_over_last(np.add, loads * loads) / loads.shape[-1])
-        return 1e6 * self._excess(bounds) + _largest(loads) + self._evenness * _largest(parts) + spread
+        return 1e6 * self._excess(parts_of) + _largest(loads) + self._unevenness(parts) + spread
 
-    def _objectives(self, bounds: _Bounds) -> list[FloatArray]:
-        """Return the objectives, the most important first."""
-        parts = self._parts(self._cost, bounds)
-        loads = parts @ self._stage
-        largest = _largest(parts)
-        pace = _largest(loads) + self._evenness * largest
-        return [self._excess(bounds), pace, largest, _over_last(np.add, parts * parts)]
+    def _least(self, parts_of: _PartsOf) -> int:
+        """Return the index of the best of some splits; the last of those that are equal up to rounding.
+
+        The excess decides, then the pace, then the largest chunk, then the sum of squares.
+        """
+        parts = parts_of(self._cost)
+        left = np.arange(len(parts))
+        if self._held is not None:
+            left = _lowest(left, self._excess(parts_of))
+        left = _lowest(left, (_largest(parts @ self._stage) + self._unevenness(parts))[left])
+        left = _lowest(left, _largest(parts[left]))
+        return int(_lowest(left, _over_last(np.add, parts[left] * parts[left]))[-1])
+
+    def _unevenness(self, parts: FloatArray) -> FloatArray | float:
+        return self._evenness * _largest(parts) if self._evenness else 0.0
 
 
 def _over_last(combine: np.ufunc, values: FloatArray) -> FloatArray:
@@ -153,6 +176,15 @@ def _finite(cost: FloatArray) -> FloatArray:
     return np.where(np.isfinite(cost), cost, _IMPOSSIBLE)
 
 
+@lru_cache(4)
+def _moves(num_chunks: int) -> list[_Moves]:
+    """Return moves by one run of bounds, and by two. Last comes no move: `Search._least` returns the last of equals."""
+    single = _runs(num_chunks)
+    runs, none = single[: int((2 * _ELEMENTS / (num_chunks + 1)) ** 0.5)], np.zeros_like(single[:1])
+    first, second = np.triu_indices(len(runs), 1)
+    return [_Moves(np.concatenate([moves, none])) for moves in (single, runs[first] + runs[second])]
+
+
 def _runs(num_chunks: int) -> _Bounds:
     """Return moves [moves, chunks + 1]: runs of inner bounds by a layer, the short ones first, single bounds by 2 and 3."""
     inner = num_chunks - 1
@@ -166,10 +198,7 @@ def _runs(num_chunks: int) -> _Bounds:
     return np.array([*moves, *(step * move for step in (2, 3) for move in singles)])
 
 
-def _least(objectives: Sequence[FloatArray]) -> int:
-    """Return the index of the least in lexicographic order, equal up to rounding; the last of equals."""
-    left = np.arange(len(objectives[0]))
-    for values in objectives:
-        least = values[left].min()
-        left = left[values[left] <= least + _TOLERANCE * max(1.0, abs(least))]
-    return int(left[-1])
+def _lowest(chosen: npt.NDArray[np.int64], values: FloatArray) -> npt.NDArray[np.int64]:
+    """Return those of the chosen that have the least of the values, equal up to rounding."""
+    least = values.min()
+    return chosen[values <= least + _TOLERANCE * max(1.0, abs(least))]

@@ -9,7 +9,6 @@ from math import ceil
 from statistics import median
 from typing import Any
 
-import torch
 from torch import nn
 
 from parallel3d.comm.collectives import all_gather_object
@@ -20,7 +19,7 @@ from parallel3d.costs.layer_costs import LayerCost, LayerProfiler, Sample
 from parallel3d.costs.profilers import FlopProfiler, TimeProfiler
 from parallel3d.errors import ConfigError, PartitionError, ScheduleError
 from parallel3d.logs import logger
-from parallel3d.optim import build_optimizer
+from parallel3d.optim.optimizers import empty_optimizer
 from parallel3d.optim.precision import make_precision
 from parallel3d.parameters import ParameterInfo
 from parallel3d.partition import MEASURED, Partition, StageLimit, resolve_partition
@@ -248,6 +247,5 @@ def _moments(config: Config) -> int:
     """Return the elements of optimizer state per parameter element; 2, as for Adam, if the optimizer is not known."""
     if config.optimizer is None:
         return 2
-    one = nn.Parameter(torch.empty(1))
-    moments = moments_of(build_optimizer(config.optimizer.type, [one], config.optimizer.params))
+    moments = moments_of(empty_optimizer(config.optimizer.type, config.optimizer.params))
     return 2 if moments is None else moments

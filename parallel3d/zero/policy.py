@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -78,6 +79,9 @@ class WeightOffload:
     fills: bool = False
 
 
+_promoted = cache(torch.promote_types)
+
+
 @dataclass(frozen=True)
 class ZeroPolicy:
     """ZeRO's stage and settings (arXiv:1910.02054).
@@ -107,7 +111,7 @@ class ZeroPolicy:
 
     def master_dtype(self, built: torch.dtype) -> torch.dtype:
         """Return the dtype of the masters: fp32, or the dtype that a parameter was built in if that is wider."""
-        return torch.promote_types(torch.float32, built)
+        return _promoted(torch.float32, built)
 
     def num_shards(self, data_size: int) -> int:
         """Return the number of shards into which the parameters' state is cut over `data_size` replicas."""

@@ -244,11 +244,14 @@ class Network:
     def _first_alike(self, members: Integers) -> Integers:
         """Return the first GPUs of the cluster that have the same links as these, in the same order."""
         fabric = self.fabric
-        units, which = np.unique(fabric.unit[members], return_inverse=True)
-        attachments = set(fabric.attachment[units].tolist())
+        unit = fabric.unit[members]
+        used = np.zeros(len(fabric.attachment), dtype=np.int64)
+        used[unit] = 1
+        attachments = set(fabric.attachment[used > 0].tolist())
         if len(attachments) > 1:
             return members
-        alike = np.flatnonzero(fabric.attachment == attachments.pop())[which.reshape(members.shape)]
+        # The n-th of the used units becomes the n-th of all that are like it.
+        alike = np.flatnonzero(fabric.attachment == attachments.pop())[(np.cumsum(used) - 1)[unit]]
         return self._at[np.searchsorted(self._unit_at, alike) + fabric.slot[members]]
 
     def _measure(self, kind: Kind, shape: tuple[int, ...], data: bytes) -> tuple[Floats, Floats]:

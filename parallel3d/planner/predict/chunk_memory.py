@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Literal, NamedTuple
@@ -22,13 +23,20 @@ class ChunkMemory:
 
     - held: between instructions.
     - kept_input: bytes of an input from a chunk of the same rank that deferred gradients keep.
-    - runs: the most that each run of a layer in an instruction adds to what was held before it, by the operation. Runs of
-      layers that are recomputed together count as one each time. The loss is part of the last layer's run.
+    - find_runs: finds `runs`.
     """
 
     held: ChunkBytes
     kept_input: int
-    runs: Mapping[Op, Sequence[int]]
+    find_runs: Callable[[], Mapping[Op, Sequence[int]]]
+
+    @cached_property
+    def runs(self) -> Mapping[Op, Sequence[int]]:
+        """The most that each run of a layer in an instruction adds to what was held before it, by the operation.
+
+        Runs of layers that are recomputed together count as one each time. The loss is part of the last layer's run.
+        """
+        return self.find_runs()
 
     @cached_property
     def within(self) -> Mapping[Op, int]:
@@ -71,15 +79,17 @@ def chunk_memory(
         deferred=walk.deferred if splits else 0,
         output=_bytes(set(outputs).difference(walk.first)),
     )
-    before = held.saved + held.received + held.loaded + held.output_gradient
-    forward, backward = walk.forward(given), [most - before for most in walk.backward()]
-    if has_loss:
-        forward[-2:], backward[:2] = [max(forward[-2:])], [max(backward[:2])]
-    runs = {Op.FORWARD: forward, Op.BACKWARD: backward, Op.BACKWARD_INPUT: backward}
-    if splits:
-        runs[Op.BACKWARD_WEIGHT] = [walk.weight()]
+
+    def find_runs() -> Mapping[Op, Sequence[int]]:
+        before = held.saved + held.received + held.loaded + held.output_gradient
+        forward, backward = walk.forward(given), [most - before for most in walk.backward()]
+        if has_loss:
+            forward[-2:], backward[:2] = [max(forward[-2:])], [max(backward[:2])]
+        runs = {Op.FORWARD: forward, Op.BACKWARD: backward, Op.BACKWARD_INPUT: backward}
+        return {**runs, Op.BACKWARD_WEIGHT: [walk.weight()]} if splits else runs
+
     kept = [nbytes for tensor, (nbytes, _) in zip(entering, inputs, strict=True) if tensor in walk.deferred_tensors]
-    return ChunkMemory(held, sum(kept) if source == "local" else 0, runs)
+    return ChunkMemory(held, sum(kept) if source == "local" else 0, find_runs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,35 +221,37 @@ class _Walk:
 
     def forward(self, given: Iterable[_Tensor]) -> list[int]:
         """Return the peak of each step of the forward, beyond what was given to it."""
-        outside = set(given)
-        kept, own = set[_Tensor](), 0
-        peaks = []
+        there, nbytes, peaks = set(given), 0, []
         for region in self._regions:
-            for step in region.steps:
-                around = (kept | set(step.inputs)) - outside
-                peaks.append(own + _bytes(around) + step.held.forward_peak)
-            own += region.own
-            kept |= set(region.kept)
+            peaks += [nbytes + _bytes(set(step.inputs) - there) + step.held.forward_peak for step in region.steps]
+            kept = set(region.kept) - there
+            nbytes += region.own + _bytes(kept)
+            there |= kept
         return peaks
 
     def backward(self) -> list[int]:
         """Return the peak of each step of the backward; those of a recomputed region have that of the region."""
         peaks: list[int] = []
-        own = sum(region.own for region in self._regions)
-        deferred, gradients = set[_Tensor](), set[_Tensor]()
+        # Of the tensors that are held, and of the gradients that wait besides those of the region's outputs.
+        nbytes, gradient_bytes = self.saved, 0
+        deferred, waiting = set[_Tensor](), set[_Tensor]()
+        freed: dict[int, set[_Tensor]] = defaultdict(set)
+        for tensor, first in self.first.items():
+            freed[first].add(tensor)
         for r, region in reversed(list(enumerate(self._regions))):
-            own -= region.own
-            tensors = deferred.union(tensor for tensor, first in self.first.items() if first <= r)
-            waiting = gradients - set(region.steps[-1].leaving)
-            if r < len(self._regions) - 1:  # the executor holds what the backward began with
-                waiting |= self._outputs
-            shared = sum(nbytes for first, last, nbytes in self._shared if first <= r < last)
-            around = own + _bytes(tensors) + _gradient_bytes(waiting) + shared
+            nbytes -= region.own
+            arrived = waiting.intersection(region.steps[-1].leaving) - self._outputs
+            shared = sum(size for first, last, size in self._shared if first <= r < last)
+            around = nbytes + gradient_bytes - _gradient_bytes(arrived) + shared
             peaks += [around + self._inside(region, r)] * (2 * len(region.steps) - 1)
-            for step in region.steps:
-                deferred |= step.deferred
-                gradients |= step.deferred_gradients
-                own += step.held.deferred.own
+            # From the first region on the executor holds what the backward began with.
+            gradients = self._outputs.union(*(step.deferred_gradients for step in region.steps)) - waiting
+            waiting |= gradients
+            gradient_bytes += _gradient_bytes(gradients)
+            kept = set[_Tensor]().union(*(step.deferred for step in region.steps)) - deferred
+            deferred |= kept
+            nbytes += _bytes(t for t in kept if self.first.get(t, r + 1) > r) - _bytes(freed[r] - deferred)
+            nbytes += sum(step.held.deferred.own for step in region.steps)
         return peaks
 
     def _inside(self, region: _Region, number: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from parallel3d.comm.environment import CONTEXT_BYTES
@@ -15,8 +14,7 @@ from parallel3d.config.layout import Layout
 from parallel3d.kernels.all_reduce import AllReduce
 from parallel3d.kernels.reduce_scatter import ReduceScatter
 from parallel3d.kernels.workspace import WORLD_SIZES
-from parallel3d.optim import build_optimizer
-from parallel3d.optim.optimizers import step_bytes
+from parallel3d.optim.optimizers import empty_optimizer, step_bytes
 from parallel3d.parameters import ParameterInfo
 from parallel3d.planner.predict.chunk_memory import ChunkMemory, MemoryReplay, chunk_memory
 from parallel3d.planner.predict.profile import ModelProfile, frozen_infos, stage_layers
@@ -58,11 +56,9 @@ class MemoryModel:
         self.model, self.gaps = model, _GAPS if model.device == "cuda" else 0.0
         self._chunks: dict[object, ChunkMemory] = {}
         self._states: dict[object, _State] = {}
-        given, one = model.config.optimizer, nn.Parameter(torch.empty(1))
+        given = model.config.optimizer
         # Adam stands in for an optimizer that the script brings.
-        self._optimizer = (
-            torch.optim.AdamW([one]) if given is None else build_optimizer(given.type, [one], given.params)
-        )
+        self._optimizer = empty_optimizer("AdamW", {}) if given is None else empty_optimizer(given.type, given.params)
         moments = moments_of(self._optimizer)
         self._moments = 2 if moments is None else moments
         adam = given is not None and given.type.lower() in ("adam", "adamw")

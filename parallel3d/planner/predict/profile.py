@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -14,12 +15,13 @@ from torch import Tensor, nn
 from parallel3d.comm.structures import TensorTree
 from parallel3d.config import SELECTIVE, Config, RecomputationPolicy, SelectivePolicy
 from parallel3d.config.layout import Layout
+from parallel3d.costs.forked import ForkedCalls
 from parallel3d.costs.layer_profile import LayerProfile, extrapolated, recomputed
 from parallel3d.costs.model_traces import LossFunction, ModelTraces, TracedModel, rows_of
 from parallel3d.parameters import ParameterInfo
 from parallel3d.pipe.settings import Policies, policy_rule
 from parallel3d.pipe.ties import TieIndex
-from parallel3d.specs import Layer, layer_name
+from parallel3d.specs import Layer, TiedLayerSpec, layer_name
 from parallel3d.zero.layout import by_owners
 from parallel3d.zero.policy import ZeroPolicy, make_policy
 
@@ -30,6 +32,7 @@ _FEW = ((1, 2), (2, 3))
 
 
 _Slicing = tuple[int, bool]  # tensor-parallel ranks, and whether sequences are split among them
+_Traced = tuple[_Slicing, SelectivePolicy | None, int]  # what traces depend on besides the layers; last the samples
 
 
 class ModelProfile:
@@ -64,6 +67,7 @@ class ModelProfile:
         rule = policy_rule(config.pipeline.checkpointable_layers, policies, self.names)
         self._given = [rule(k, layer) for k, layer in enumerate(self.specs)]
         self._in_other_layers: dict[tuple[int, ...], ModelProfile] = {}
+        self._forked: Callable[[_Traced], tuple[LayerProfile, ...]] | None = None
         self._slicings: dict[_Slicing, ModelTraces] = {}
         self._traced: dict[object, tuple[LayerProfile, ...]] = {}
         self._profiles: dict[tuple[_Slicing, int, bool, SelectivePolicy | None], tuple[LayerProfile, ...]] = {}
@@ -79,6 +83,22 @@ class ModelProfile:
             other._traceable, other._slicings = traced, self._slicings
             self._in_other_layers[key] = other
         return self._in_other_layers[key].with_zero(self.config)
+
+    def trace_in_fork(self, ahead: Iterable[_Traced]) -> None:
+        """Trace layers in a forked process from now on, and those of `ahead` before they are asked for.
+
+        Layers that `of_layers` has been called for are traced there too: those that are recomputed in part after these.
+        """
+        profiles = [self, *self._in_other_layers.values()]
+
+        def following(key: tuple[int, _Traced]) -> list[tuple[int, _Traced]]:
+            number, traced = key
+            return [(n, traced) for n in range(1, len(profiles)) if number == 0 and traced[1] is not None]
+
+        keys = ((0, traced) for traced in ahead)
+        forked = ForkedCalls(lambda key: profiles[key[0]]._at_samples(*key[1]), keys, following)
+        for number, profile in enumerate(profiles):
+            profile._forked = partial(_ask, forked, number)
 
     def with_zero(self, config: Config) -> ModelProfile:
         """Return the profile, with the same traces, under a configuration that differs in zero_optimization alone."""
@@ -177,37 +197,52 @@ class ModelProfile:
     ) -> list[list[ParameterInfo]]:
         """Return each stage's trainable parameters, found once for all callers, who must not change them.
 
-        merged: see `merged`.
+        merged: return one in place of all that have the same owners: enough for a rough prediction.
         """
         key = tensor_ranks, sequence_parallel, tuple(bounds), tuple(placement), merged
         if key not in self._parameters:
-            stages = stage_parameters(self.specs, self.layers(tensor_ranks, sequence_parallel), bounds, placement)
-            self._parameters[key] = list(map(self.merged, stages)) if merged else stages
+            layers = self.layers(tensor_ranks, sequence_parallel)
+            stages = stage_parameters(self.specs, self._in_one(layers) if merged else layers, bounds, placement)
+            self._parameters[key] = list(map(self._merged_by_owners, stages)) if merged else stages
         return self._parameters[key]
 
-    def merged(self, parameters: Sequence[ParameterInfo]) -> list[ParameterInfo]:
-        """Return one parameter, without memory, in place of all that have the same owners: enough for a rough prediction.
+    def _in_one(self, layers: Sequence[LayerProfile]) -> list[LayerProfile]:
+        """Return the layers with a single parameter each, but for those that ties may divide."""
+        merged = {
+            id(layer): replace(layer, parameters=(("", self._merge([p for _, p in layer.parameters])),))
+            for layer in {id(layer): layer for layer in layers}.values()
+            if layer.parameters
+        }
+        pairs = zip(self.specs, layers, strict=True)
+        return [layer if isinstance(s, TiedLayerSpec) else merged.get(id(layer), layer) for s, layer in pairs]
 
-        Those of equal sizes are one object.
-        """
-        found = []
-        for owners, infos in by_owners(parameters).items():
-            key = numel, dtype = sum(info.parameter.numel() for info in infos), infos[0].parameter.dtype
-            if key not in self._merged:
-                self._merged[key] = nn.Parameter(torch.empty(numel, dtype=dtype, device="meta"))
-            found.append(ParameterInfo("", self._merged[key], owners))
-        return found
+    def _merged_by_owners(self, parameters: Sequence[ParameterInfo]) -> list[ParameterInfo]:
+        groups = by_owners(parameters).items()
+        return [ParameterInfo("", self._merge([info.parameter for info in infos]), owners) for owners, infos in groups]
+
+    def _merge(self, parameters: Sequence[nn.Parameter]) -> nn.Parameter:
+        """Return one parameter, without memory, in place of several; those of equal sizes are one object."""
+        key = numel, dtype = sum(parameter.numel() for parameter in parameters), parameters[0].dtype
+        if key not in self._merged:
+            self._merged[key] = nn.Parameter(torch.empty(numel, dtype=dtype, device="meta"))
+        return self._merged[key]
 
     def _trace(self, slicing: _Slicing, micro_batch: int, policy: SelectivePolicy | None) -> tuple[LayerProfile, ...]:
         return _at(micro_batch, partial(self._at_samples, slicing, policy))
 
     def _at_samples(self, slicing: _Slicing, policy: SelectivePolicy | None, samples: int) -> tuple[LayerProfile, ...]:
-        if slicing not in self._slicings:
-            self._slicings[slicing] = ModelTraces(self._traceable, *slicing)
         key = slicing, policy, samples
-        if key not in self._traced:
+        if key not in self._traced and self._forked is not None:
+            self._traced[key] = self._forked(key)
+        elif key not in self._traced:
+            if slicing not in self._slicings:
+                self._slicings[slicing] = ModelTraces(self._traceable, *slicing)
             self._traced[key] = self._slicings[slicing].profiles(self.specs, policy, samples)
         return self._traced[key]
+
+
+def _ask(forked: ForkedCalls[Any, tuple[LayerProfile, ...]], profile: int, key: _Traced) -> tuple[LayerProfile, ...]:
+    return forked((profile, key))
 
 
 def _at(micro_batch: int, traced: Callable[[int], tuple[LayerProfile, ...]]) -> tuple[LayerProfile, ...]:

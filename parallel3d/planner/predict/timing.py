@@ -94,8 +94,10 @@ def layer_times(
         total = [c + e for c, e in zip(computed, exchanged, strict=True)]
         return [total, exchanged, [device.host_seconds * number for number in operators]]
 
-    known = {key: rows(layer) for key, layer in {id(layer): layer for layer in layers}.items()}
-    return Times(*np.ascontiguousarray(np.array([known[id(layer)] for layer in layers]).transpose(1, 2, 0)))
+    distinct = {id(layer): layer for layer in layers}
+    number = {key: k for k, key in enumerate(distinct)}
+    known = np.array(list(map(rows, distinct.values()))).transpose(1, 2, 0)
+    return Times(*known.take([number[id(layer)] for layer in layers], axis=2))
 
 
 def chunk_times(of_devices: Sequence[Times], bounds: Sequence[int]) -> Times:

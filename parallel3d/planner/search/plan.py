@@ -26,7 +26,7 @@ from parallel3d.planner.search.model import PlannedModel
 from parallel3d.planner.search.reasons import trade_off, what_would_fit, why_not
 from parallel3d.planner.search.result import LinkLoad, PlanResult, Prediction, RankPlace, TimelineSpan
 from parallel3d.planner.search.search import MOST_NEAR, BranchAndBound, evaluate, listed
-from parallel3d.planner.search.space import Space, enumerate_space
+from parallel3d.planner.search.space import POLICIES, Space, enumerate_space
 from parallel3d.schedule.auto import Measured, make_plan
 from parallel3d.schedule.instructions import Op, Program
 from parallel3d.schedule.memory import bytes_in_flight
@@ -50,6 +50,7 @@ class Question:
 
     - fixed: what the user has decided of the layout; measured: see Predictor.
     - every_auto: whether schedule "auto" is planned for all listed layouts, also those with long pipelines.
+    - in_two: whether layers are traced in a forked process, which takes less time on two cores. Autograd may not have run before.
     """
 
     model: PlannedModel
@@ -60,6 +61,7 @@ class Question:
     calibration: Calibration = field(default_factory=Calibration)
     measured: Sequence[LayerCost] | None = None
     every_auto: bool = False
+    in_two: bool = False
 
 
 class Planner:
@@ -75,8 +77,21 @@ class Planner:
         self.space = self._space(config)
         known = None if like is None else like.profile.with_zero(config)
         self.profile: ModelProfile = known or profile_of(model, cluster, config)
+        if question.in_two and known is None:
+            self._trace_in_fork()
         self.network = Network(question.calibration.correct_cluster(cluster))
         self.predictor = Predictor(model, self.profile, self.network, question.calibration, question.measured)
+
+    def _trace_in_fork(self) -> None:
+        space = self.space
+        if space.halves.any():
+            self.profile.of_layers(self._halves())
+        columns = np.unique(np.stack([space.tensor_ranks, space.sequence_parallel]), axis=1).tolist()
+        slicings = [(ranks, bool(parallel)) for ranks, parallel in zip(*columns, strict=True)]
+        policies = [POLICIES[policy] for policy in np.unique(space.policy).tolist() if policy]
+        # First those that bounds of all layouts need.
+        partly = [(slicing, policy, 1) for slicing in slicings for policy in policies]
+        self.profile.trace_in_fork([*((slicing, None, 1) for slicing in slicings), *partly])
 
     def _space(self, config: Config) -> Space:
         question, fixed = self.question, self.question.fixed

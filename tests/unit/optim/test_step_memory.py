@@ -10,7 +10,7 @@ from torch import nn
 
 from parallel3d.monitor.memory import LiveStorages
 from parallel3d.optim import build_optimizer
-from parallel3d.optim.optimizers import step_bytes
+from parallel3d.optim.optimizers import empty_optimizer, step_bytes
 
 SIZES = (30_000, 50_000, 50_000, 20_000)
 
@@ -43,6 +43,7 @@ def test_a_step_takes_no_more_than_said(name: str, params: dict[str, Any]):
             optimizer.step()
     most = live.peak
     said = step_bytes(optimizer, sum(SIZES), max(SIZES), on_cuda=False)
+    assert step_bytes(empty_optimizer(name, params), sum(SIZES), max(SIZES), on_cuda=False) == said
     assert most <= said + 64 * len(SIZES)
     assert said <= 4 * max(most, 4 * max(SIZES))
 
