@@ -36,7 +36,7 @@ import plan_accuracy
 import torch
 from accuracy import peak_errors
 from host import cuda_version, find_gpus
-from parallel3d.pipe.layer_choice import policy_rule
+from parallel3d.pipe.settings import policy_rule
 from results import as_markdown, as_text
 from run import describe_run, split_names
 from torch import Tensor

@@ -50,7 +50,7 @@ class Question:
 
     - fixed: what the user has decided of the layout; measured: see Predictor.
     - every_auto: whether schedule "auto" is planned for all listed layouts, also those with long pipelines.
-    - in_two: whether layers are traced in a forked process, which takes less time on two cores. Autograd may not have run before.
+    - in_two: whether layers are traced in a forked process, in less time on two cores; autograd may not have run before.
     """
 
     model: PlannedModel
