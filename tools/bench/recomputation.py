@@ -36,7 +36,6 @@ import plan_accuracy
 import torch
 from accuracy import peak_errors
 from host import cuda_version, find_gpus
-from parallel3d.pipe.settings import policy_rule
 from results import as_markdown, as_text
 from run import describe_run, split_names
 from torch import Tensor
@@ -45,6 +44,7 @@ import parallel3d
 from parallel3d.config import load
 from parallel3d.monitor.memory import LiveStorages
 from parallel3d.pipe import PipelineModule
+from parallel3d.pipe.settings import policy_rule
 from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.search.model import PlannedModel, load_model
 
