@@ -79,7 +79,7 @@ class Checkpointer:
             return function(*args, **kwargs)
         leaves, tree = tree_flatten((args, kwargs))
         num_leaves, ran = len(leaves), False
-        contexts = {"context_fn": partial(selective_contexts, policy == "cheap")}
+        contexts = {"context_fn": selective_contexts(policy == "cheap")}
         options: dict[str, Any] = contexts if policy in SELECTIVE else {}
         failed: list[Exception] = []
 

@@ -148,11 +148,19 @@ def kept(what: str, compute: Callable[[], Sequence[Tensor]], saves: int) -> tupl
     return results
 
 
-def selective_contexts(keeps_attention: bool) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return contexts for a region's forward and for its recomputation: `context_fn` of torch.utils.checkpoint.checkpoint."""
-    if torch.compiler.is_compiling():
-        contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(partial(_choice_in_graph, keeps_attention))
-        return contexts
+def selective_contexts(keeps_attention: bool) -> Callable[[], tuple[AbstractContextManager[Any], ...]]:
+    """Return `context_fn` of torch.utils.checkpoint.checkpoint: it makes contexts for a region's forward and recomputation."""
+    # PyTorch 2.11 calls it where it no longer says that it compiles.
+    make = _contexts_in_graph if torch.compiler.is_compiling() else _eager_contexts
+    return partial(make, keeps_attention)
+
+
+def _contexts_in_graph(keeps_attention: bool) -> tuple[AbstractContextManager[Any], ...]:
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(partial(_choice_in_graph, keeps_attention))
+    return contexts
+
+
+def _eager_contexts(keeps_attention: bool) -> tuple[AbstractContextManager[Any], ...]:
     region = _Region()
     return _Operators(region, keeps_attention, False), _Operators(region, keeps_attention, True)
 
@@ -168,7 +176,7 @@ def recomputed_in_graph(function: Callable[..., Any], policy: str) -> Callable[.
 
 
 def _run_in_graph(policy: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    options: dict[str, Any] = {} if policy == "full" else {"context_fn": partial(selective_contexts, policy == "cheap")}
+    options: dict[str, Any] = {} if policy == "full" else {"context_fn": selective_contexts(policy == "cheap")}
     return checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
 
 
