@@ -70,8 +70,8 @@ def parse_options(argv: Sequence[str] | None = None, prog: str = "parallel3d") -
         parser.error("-m and --no_python: a module is Python's; give one of them")
     known.prog, (known.user_script, *known.user_args) = prog, known.command
     known.log_level = "error" if known.quiet else known.log_level
-    passes_local_rank = prog == "deepspeed" and not known.no_local_rank
-    known.first_arguments = ["--local_rank=${local_rank}"] if passes_local_rank else []  # which torch's agent replaces
+    passes_local_rank = prog == "deepspeed" and not known.no_local_rank  # by a variable that torch's agent replaces
+    known.local_rank_arguments = ["--local_rank=${local_rank}"] if passes_local_rank else []
     return known
 
 

@@ -34,7 +34,7 @@ def start(options: argparse.Namespace) -> int:
             return launch_nodes(options, hosts)
         if options.dry_run:
             python = [] if options.no_python else [sys.executable, "-m"] if options.module else [sys.executable]
-            command = [*python, options.user_script, *options.first_arguments, *options.user_args]
+            command = [*python, options.user_script, *options.local_rank_arguments, *options.user_args]
             print(f"{len(slots)} x {shlex.join(command)}")
             return 0
         return _launch_here(options, slots, node)
@@ -141,7 +141,7 @@ def of_this_host(
         log_dir=options.log_dir,
         max_restarts=options.max_restarts,
         is_program=options.no_python,
-        first_arguments=options.first_arguments,
+        first_arguments=options.local_rank_arguments,
         binds_cores=options.bind_cores_to_rank or bool(options.bind_core_list),
         node=node,
     )

@@ -74,10 +74,12 @@ class _Csv:
         for name, value, samples in events:
             if name not in self._files:
                 path = self._folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
-                file = self._files[name] = path.open("a", newline="", encoding="utf-8", buffering=1)
+                file = self._files[name] = path.open("a", newline="", encoding="utf-8")
                 if file.tell() == 0:  # else a restarted training continues
                     csv.writer(file).writerow(["step", name.rpartition("/")[2]])
             csv.writer(self._files[name]).writerow([samples, value])
+        for file in self._files.values():
+            file.flush()
 
 
 class _Tensorboard:
@@ -134,9 +136,11 @@ class _RunLog:
         self._file.write(json.dumps({"time": time.time(), "config": config}) + "\n")
 
     def write_events(self, events: Sequence[tuple[str, float, int]]) -> None:
+        rows: list[dict[str, Any]] = []
         for samples, values in _by_samples(events):
             named = {name.removeprefix(_PREFIX): value for name, value in values.items()}
-            self._file.write(json.dumps({"time": time.time(), "samples": samples, **named}) + "\n")
+            rows.append({"time": time.time(), "samples": samples, **named})
+        self._file.write("".join(json.dumps(row) + "\n" for row in rows))
 
 
 class _Comet:

@@ -101,6 +101,7 @@ def test_the_main_job_leaves_values_a_page_and_timelines(two_by_two: tuple[Path,
     events = json.loads((directory / "timeline.json").read_text())["traceEvents"]
     forwards = [event for event in events if event["name"].startswith("F")]
     assert len(forwards) == 2 * 2 * 4  # measured and simulated, 2 stages, 4 micro-batches
+    assert "step 8: loss " in printed  # no bar, where there is no terminal
     assert "a sample:" in printed
     record = read_run_record(directory)
     assert record.layout == "pp2,dp2,1f1b,m4,mb2"
@@ -127,6 +128,7 @@ def test_tensor_parallelism_and_chunks_dont_change_what_it_learns(
     else:
         _, rows, printed = train([*LAUNCHER[2:], "4"], tmp_path, *arguments, "pp2,tp2,sp")
     check_losses(rows, one_process[1])
+    assert "step 8: loss " in printed  # no bar, where there is no terminal
     assert "a sample:" in printed
 
 

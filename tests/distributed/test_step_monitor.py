@@ -69,6 +69,8 @@ def test_a_slow_stage_is_forward_on_itself_and_bubble_on_its_neighbours(run_rank
 def two_stages() -> tuple[list[Breakdown], dict[str, float]]:
     with ExitStack() as stack:
         engine = timed_engine(stack, (1.0, 3.0), "gpipe", wall_clock_breakdown=True, steps_per_print=1)
+        used = (2 - engine.global_rank) * 2**30
+        stack.enter_context(mock.patch("parallel3d.monitor.steps.peak_memory", return_value=used))
         with redirect_stdout(io.StringIO()):
             train(engine, 1)
         return engine.reports.time_breakdown(), engine.reports.monitor.values
@@ -89,7 +91,8 @@ def test_two_stages_literally(run_ranks):
     times = {"forward": 12.0, "backward": 24.0, "backward_inner": 24.0, "backward_allreduce": 0.0, "step": 1.0}
     assert {name: values[f"elapsed_time_ms_{name}"] / 1e3 for name in times} == pytest.approx(times)
     assert values["bubble"] == pytest.approx((ranks[0].bubble + ranks[1].bubble) / (ranks[0].total + ranks[1].total))
-    assert others["bubble"] == values["bubble"]
+    assert values["memory_gib"] == 2.0  # of the fullest rank
+    assert {name: others[name] for name in ("bubble", "memory_gib")}.items() <= values.items()
 
 
 def watched(config: dict[str, Any], steps: int) -> tuple[str, list[int], int]:

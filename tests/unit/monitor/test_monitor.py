@@ -3,6 +3,8 @@
 import io
 import re
 import sys
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 
 import parallel3d
+from parallel3d.monitor import progress
 
 SAMPLES, TOKENS, WORDS, WIDTH, PEAK = 2, 8, 16, 4, 1e9
 
@@ -42,7 +45,8 @@ def test_a_terminal_has_a_bar_instead_of_lines(monkeypatch: pytest.MonkeyPatch):
         def isatty(self) -> bool:
             return True
 
-    screen = Terminal()
+    screen, ends = Terminal(), list[Callable[[], None]]()
+    monkeypatch.setattr(progress, "atexit", SimpleNamespace(register=ends.append))
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
@@ -51,6 +55,9 @@ def test_a_terminal_has_a_bar_instead_of_lines(monkeypatch: pytest.MonkeyPatch):
     shown = screen.getvalue()
     assert "step 2: " not in shown
     last = shown[shown.index("4/8") :]
+    (end,) = ends
+    end()
+    assert screen.getvalue().endswith("\x1b[?25h")  # the cursor is back
     for part in ("━", "loss", "norm", "lr", "s/step", "tokens/s", "MFU", "memory"):
         assert part in last
 

@@ -159,7 +159,9 @@ def test_an_offline_run_of_wandb_has_the_values(wandb: Any):
 
 def test_a_librarys_run_of_wandb_that_counts_other_steps_is_joined(wandb: Any):
     engine = train(0, wandb={"enabled": True})
-    run = wandb.init(project="of-the-trainers-callback")  # after `initialize`, before the first step
+    run = wandb.init(
+        project="of-the-trainers-callback", config={"seed": -1}
+    )  # after `initialize`, before the first step
     run.log({"train/loss": 3.0})
     engine.backward(engine(torch.ones(SAMPLES, 1)).mean())
     engine.step()
@@ -224,13 +226,15 @@ def test_comet_gets_metrics_at_its_interval(monkeypatch: pytest.MonkeyPatch):
     )
     fake = SimpleNamespace(start=lambda **settings: written.append(settings) or experiment)
     monkeypatch.setitem(sys.modules, "comet_ml", fake)
-    section = {"enabled": True, "project": "p", "api_key": "secret", "experiment_name": "n", "samples_log_interval": 8}
+    chosen = {"project": "p", "workspace": "w", "experiment_key": "k", "mode": "create", "online": False}
+    own = {"enabled": True, "experiment_name": "n", "samples_log_interval": 8}
+    section = {**own, **chosen, "api_key": "secret"}
     config = load({"comet": section})
     assert "secret" not in repr(config)
     assert "secret" not in config.model_dump_json()
     MonitorMaster(config, writes_here=True).write_events([("a", 1, 0), ("a", 2, 7), ("b", 3, 7), ("a", 4, 8)])
     settings, name, *metrics = written
-    assert (settings["project"], settings["api_key"], settings["workspace"], name) == ("p", "secret", None, "n")
+    assert (settings, name) == ({**chosen, "api_key": "secret"}, "n")
     assert metrics == [("a", 1.0, 0), ("b", 3.0, 7), ("a", 4.0, 8)]
 
 
