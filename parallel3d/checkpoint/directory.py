@@ -87,7 +87,7 @@ def saved(save_dir: Path) -> Iterator[tuple[str, Path]]:
 
 
 def complete_checkpoints(save_dir: Path) -> list[Found]:
-    """Return the complete checkpoints of a directory in the order of their saves, whatever the clock said."""
+    """Return the complete checkpoints of a directory in the order of their saves, whatever the clock showed."""
     found = []
     for tag, path in saved(save_dir):
         with suppress(CheckpointError):
