@@ -62,17 +62,6 @@ class Found:
     manifest: Manifest
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A checkpoint, complete or not. error: why it isn't complete; latest: whether it was saved as the latest, if known."""
-
-    tag: str
-    path: Path
-    order: tuple[float, float]
-    latest: bool
-    error: str | None = None
-
-
 def check_complete(path: Path) -> Manifest:
     """Return the manifest of a directory whose files are all there, in their sizes. Raises CheckpointError."""
     manifest = read_manifest(path)
@@ -98,7 +87,7 @@ def saved(save_dir: Path) -> Iterator[tuple[str, Path]]:
 
 
 def complete_checkpoints(save_dir: Path) -> list[Found]:
-    """Return the complete checkpoints of a directory in the order of their saves, whatever the clock said."""
+    """Return the complete checkpoints of a directory in the order of their saves, whatever the clock showed."""
     found = []
     for tag, path in saved(save_dir):
         with suppress(CheckpointError):
@@ -106,26 +95,27 @@ def complete_checkpoints(save_dir: Path) -> list[Found]:
     return sorted(found, key=lambda checkpoint: (checkpoint.manifest.order, checkpoint.manifest.saved))
 
 
-def candidates(save_dir: Path) -> list[Candidate]:
-    """Return what could be resumed from, the best first: what `latest` names, then those saved as the latest, newest first.
+def candidates(save_dir: Path) -> list[tuple[str, str | None]]:
+    """Return (tag, why it isn't complete) of what could be resumed from, the best first.
 
-    Damaged checkpoints are among them. Raises CheckpointError if `latest` can't be read.
+    First comes what `latest` names, then those saved as the latest, the newest first, and with them the damaged ones. Raises
+    CheckpointError if `latest` can't be read.
     """
     named = latest_tag(save_dir)
-    found = [_candidate(tag, path) for tag, path in saved(save_dir) if tag == named or _has_own_files(path)]
-    if named is not None and named not in {one.tag for one in found}:
-        path = save_dir / named
-        found.append(Candidate(named, path, (0, 0), True, f"{path}, which `latest` names, is not there"))
-    wanted = [one for one in found if one.latest or one.tag == named]
-    return sorted(wanted, key=lambda one: (one.tag == named, one.order), reverse=True)
-
-
-def _candidate(tag: str, path: Path) -> Candidate:
-    try:
-        manifest = check_complete(path)
-    except CheckpointError as error:
-        return Candidate(tag, path, (order_of(path), path.stat().st_mtime), True, str(error))
-    return Candidate(tag, path, (manifest.order, manifest.saved), manifest.latest)
+    faults: dict[str, str | None] = {}
+    orders: dict[str, tuple[float, float]] = {}
+    for tag, path in saved(save_dir):
+        if tag == named or _has_own_files(path):
+            try:
+                manifest = check_complete(path)
+            except CheckpointError as error:
+                faults[tag], orders[tag] = str(error), (order_of(path), path.stat().st_mtime)
+                continue
+            if tag == named or manifest.latest:
+                faults[tag], orders[tag] = None, (manifest.order, manifest.saved)
+    if named is not None and named not in faults:
+        faults[named], orders[named] = f"{save_dir / named}, which `latest` names, is not there", (0, 0)
+    return [(tag, faults[tag]) for tag in sorted(faults, key=lambda tag: (tag == named, orders[tag]), reverse=True)]
 
 
 def _has_own_files(path: Path) -> bool:

@@ -132,12 +132,12 @@ def explain(error: ValidationError) -> str:
     problems = []
     for problem in error.errors(include_url=False)[:MOST_LISTED]:
         where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).lstrip(".")
-        said, kind = problem["msg"].removeprefix("Value error, "), problem["type"]
+        problem_text, kind = problem["msg"].removeprefix("Value error, "), problem["type"]
         if kind == "missing":
-            said = "is missing; give it"
+            problem_text = "is missing; give it"
         elif kind != "value_error":
-            said = f"{said}, not {reprlib.repr(problem['input'])}"
-        problems.append(f"{where}: {said}" if where else said)
+            problem_text = f"{problem_text}, not {reprlib.repr(problem['input'])}"
+        problems.append(f"{where}: {problem_text}" if where else problem_text)
     count = error.error_count()
     return problems[0] if count == 1 else "\n  - ".join([f"{count} problems", *problems])
 

@@ -189,8 +189,7 @@ class Checkpoints:
         place = str(Path(load_dir).absolute())
 
         def choose(values: list[Json]) -> list[list[tuple[str, str | None]]]:
-            found = candidates(Path(values[0]["directory"]))
-            return [[(one.tag, one.error) for one in found]] * len(values)
+            return [candidates(Path(values[0]["directory"]))] * len(values)
 
         errors: list[str] = []
         with self._untimed():

@@ -28,7 +28,7 @@ from parallel3d.zero.parking import Parking
 from parallel3d.zero.policy import make_policy
 from parallel3d.zero.reducer import GradientReducer, check_precision
 from parallel3d.zero.storage import Storage, open_storage
-from parallel3d.zero.weights import ShardedWeights, Units, make_whole, tell_whole, weights_of
+from parallel3d.zero.weights import ShardedWeights, Units, describe_whole, make_whole, weights_of
 from parallel3d.zero.whole_state import WholeState
 
 # Maximum number of parameters that the warning of an overflow lists.
@@ -148,8 +148,8 @@ class WeightUpdate:
         # DeepSpeed's optimizer wraps the script's, which has this name.
         vars(self.optimizer)["optimizer"] = self.optimizer
         if self.scaler is not None:
-            told = {"loss_scaler": self.scaler, "loss_scale_config": self.scaler}
-            vars(self.optimizer).update(told, dynamic_loss_scale=self.scaler.dynamic_loss_scale)
+            attributes = {"loss_scaler": self.scaler, "loss_scale_config": self.scaler}
+            vars(self.optimizer).update(attributes, dynamic_loss_scale=self.scaler.dynamic_loss_scale)
         self._whole_states: list[WholeState] = []
         for bucket in self.reducer.all_buckets():
             for k, parameter in enumerate(bucket.parameters):
@@ -230,7 +230,7 @@ class WeightUpdate:
         self.units = self._make_units() if shards else None
         if self.policy.stage == 3:
             for info in (*infos, *self._frozen):
-                tell_whole(info.parameter)
+                describe_whole(info.parameter)
 
     def _make_units(self) -> Units:
         weights: dict[int, list[ShardedWeights]] = {}
@@ -315,7 +315,7 @@ class WeightUpdate:
         PrecisionError for an overflow at the lowest scale, ConfigError for a parameter that was frozen at `initialize` and
         no longer is.
         """
-        self._refuse_thawed()
+        self._refuse_unfrozen()
         assert self.grad_norm is not None
         if self._before_step is not None:
             self._before_step()
@@ -334,7 +334,7 @@ class WeightUpdate:
         self._update_scale(number, overflow)
         return not overflow
 
-    def _refuse_thawed(self) -> None:
+    def _refuse_unfrozen(self) -> None:
         for info in self._frozen:
             if info.parameter.requires_grad:
                 raise ConfigError(

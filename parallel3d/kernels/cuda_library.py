@@ -121,9 +121,9 @@ def _compile(nvcc: str, sources: list[str], target: Path) -> None:
     except subprocess.TimeoutExpired as error:
         raise KernelError(f"{nvcc} took more than {_TIMEOUT_S} s; see what else the host is busy with") from error
     if done.returncode:
-        said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-_SHOWN_LINES:])
+        output = "\n".join((done.stdout + done.stderr).strip().splitlines()[-_SHOWN_LINES:])
         raise KernelError(
-            f"{nvcc} failed with exit code {done.returncode}; it needs CUDA 12 or later. It said:\n{said}"
+            f"{nvcc} failed with exit code {done.returncode}; it needs CUDA 12 or later. It said:\n{output}"
         )
 
 

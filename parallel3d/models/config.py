@@ -11,7 +11,7 @@ from pydantic import Field
 from parallel3d.errors import ConfigError
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
-MOST_LAYERS, MOST_SIZE = 10_000, 2**31  # what a decoder may have, so that a wrong digit is told at once
+MOST_LAYERS, MOST_SIZE = 10_000, 2**31  # what a decoder may have, so that a wrong digit is found at once
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 _Above = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 

@@ -295,8 +295,8 @@ class Executor:
                 return split_loss(loss_fn(output, labels))
         except Exception as error:
             other = next((leaf for leaf in tree_leaves(labels) if not isinstance(leaf, Tensor)), None)
-            told = "" if other is None else f", whose labels hold a {type(other).__name__}, no tensor"
-            note_place(error, f"loss_fn {getattr(loss_fn, '__name__', type(loss_fn).__name__)}{told}")
+            hint = "" if other is None else f", whose labels hold a {type(other).__name__}, no tensor"
+            note_place(error, f"loss_fn {getattr(loss_fn, '__name__', type(loss_fn).__name__)}{hint}")
             raise
 
     def _send_activation(self, i: Instruction) -> None:

@@ -57,9 +57,9 @@ class SlicedLayer(SplittableLayer, ABC):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> SlicedLayer:
         """Do the same as nn.Module, for `to`, `cuda`, `to_empty`, and keep the parameters' attributes if it replaces them."""
-        said = {name: dict(vars(p)) for name, p in self._parameters.items() if p is not None}
+        before = {name: dict(vars(p)) for name, p in self._parameters.items() if p is not None}
         super()._apply(fn, recurse)
-        for name, attributes in said.items():
+        for name, attributes in before.items():
             vars(self._parameters[name]).update(attributes)
         return self
 

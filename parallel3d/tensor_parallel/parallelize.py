@@ -54,35 +54,20 @@ class Whole:
 
 Style = Column | Row | Vocabulary | Whole
 
-# This package's words, then those of base_model_tp_plan in Hugging Face configurations.
-STYLES: dict[str, Style] = {
-    "column": Column(),
-    "column_gather_output": Column(gather_output=True),
-    "row": Row(),
-    "row_split_input": Row(input_is_parallel=False),
-    "vocab": Vocabulary(),
-    "partial": Whole(partial=True),
-    "whole": Whole(),
-    "colwise": Column(),
-    "local_colwise": Column(),
-    "colwise_rep": Column(gather_output=True),
-    "colwise_gather_output": Column(gather_output=True),
-    "packed_colwise": Column(fused=2),
-    "local_packed_colwise": Column(fused=2),
-    "rowwise": Row(),
-    "local_rowwise": Row(),
-    "rowwise_rep": Row(input_is_parallel=False),
-    "rowwise_split_input": Row(input_is_parallel=False),
-    "embedding_rowwise": Vocabulary(),
-    "replicated_with_grad_allreduce": Whole(partial=True),
-    # There, each rank has a part of a mixture's sum, which "gather" adds up; here each row layer adds up its own.
-    "local": Whole(),
-    "isolated": Whole(),
-    "gather": Whole(),
-    # There it concerns a single norm. Here the whole module has it or not: parallelize(..., sequence_parallel=True).
-    "sequence_parallel": Whole(),
-    "replicate": Whole(),
+# The words for each style: this package's first, then those of base_model_tp_plan in Hugging Face configurations.
+_WORDS: dict[Style, str] = {
+    Column(): "column colwise local_colwise",
+    Column(gather_output=True): "column_gather_output colwise_rep colwise_gather_output",
+    Column(fused=2): "packed_colwise local_packed_colwise",
+    Row(): "row rowwise local_rowwise",
+    Row(input_is_parallel=False): "row_split_input rowwise_rep rowwise_split_input",
+    Vocabulary(): "vocab embedding_rowwise",
+    Whole(partial=True): "partial replicated_with_grad_allreduce",
+    # In those plans "local" and "isolated" give each rank a part of a mixture's sum, which "gather" adds up; here a row layer
+    # adds up its own. "sequence_parallel" is of a single norm there; here parallelize(..., sequence_parallel=True) is of all.
+    Whole(): "whole local isolated gather sequence_parallel replicate",
 }
+STYLES: dict[str, Style] = {word: style for style, words in _WORDS.items() for word in words.split()}
 
 
 def parallelize(

@@ -283,20 +283,8 @@ def _largest_part(start: int, stop: int, shard: int) -> int:
 
 
 # Elementwise optimizers, and the tensors of an element's own size that they keep for each, whatever their settings.
-MOMENTS = {
-    "ASGD": 1,
-    "Adadelta": 2,
-    "Adagrad": 1,
-    "Adam": 2,
-    "AdamW": 2,
-    "Adamax": 2,
-    "Lion": 1,
-    "NAdam": 2,
-    "RAdam": 2,
-    "RMSprop": 1,
-    "Rprop": 2,
-    "SGD": 0,
-}
+_BY_NUMBER = {0: "SGD", 1: "ASGD Adagrad Lion RMSprop", 2: "Adadelta Adam AdamW Adamax NAdam RAdam Rprop"}
+MOMENTS = {name: number for number, names in _BY_NUMBER.items() for name in names.split()}
 
 
 def moments_of(optimizer: torch.optim.Optimizer) -> int | None:

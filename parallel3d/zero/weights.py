@@ -45,10 +45,10 @@ def placeholder(parameter: Tensor, dtype: torch.dtype, device: torch.device) -> 
     return torch.full((), value, dtype=dtype, device=device).expand(parameter.shape)
 
 
-def tell_whole(parameter: nn.Parameter) -> None:
+def describe_whole(parameter: nn.Parameter) -> None:
     """Give a parameter that is no shard the attributes that libraries read of each parameter with ZeRO-3."""
-    told = {"ds_status": WeightState.GATHERED, "ds_shape": parameter.shape, "ds_numel": parameter.numel()}
-    vars(parameter).update({**told, **vars(parameter)})
+    attributes = {"ds_status": WeightState.GATHERED, "ds_shape": parameter.shape, "ds_numel": parameter.numel()}
+    vars(parameter).update({**attributes, **vars(parameter)})
 
 
 def cut(offset: int, size: int, shard: slice) -> slice:
@@ -89,8 +89,8 @@ class ShardedWeights:
         for parameter, view in self._views:
             at = int(view.storage_offset()) - int(whole.storage_offset())
             own = cut(at, view.numel(), slice(first, first + shard.numel()))
-            told = {"ds_shape": parameter.shape, "ds_numel": parameter.numel(), "ds_tensor": shard[own]}
-            vars(parameter).update(sharded_weights=self, ds_id=id(parameter), **told)
+            attributes = {"ds_shape": parameter.shape, "ds_numel": parameter.numel(), "ds_tensor": shard[own]}
+            vars(parameter).update(sharded_weights=self, ds_id=id(parameter), **attributes)
         self._work: Work = DONE
         self._versions: list[int] = []
         self._enter(WeightState.GATHERED)

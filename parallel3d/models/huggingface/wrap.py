@@ -228,11 +228,11 @@ class Layer(WrappedPart):
 
     @staticmethod
     def cost_key(whole: WrappedModel, prefix: str, layer: nn.Module, place: int) -> object:
-        """Return a key that layers of equal cost share, see LayerSpec.costs_like: all that their modules say of themselves."""
-        told = (vars(module).items() for module in layer.modules())
+        """Return a key that layers of equal cost share, see LayerSpec.costs_like: all plain attributes of their modules."""
+        attributes = (vars(module).items() for module in layer.modules())
         return repr(layer), [
             (name, value)
-            for items in told
+            for items in attributes
             for name, value in items
             if isinstance(value, (bool, int, float, str)) and not name.endswith("idx")
         ]

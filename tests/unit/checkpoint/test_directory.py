@@ -128,7 +128,7 @@ def test_a_clock_that_is_set_back_changes_no_order(tmp_path: Path) -> None:
     for k, saved in enumerate((3e9, 2e9, 1e9)):
         write(tmp_path, f"step{k}", saved, keep=2)
     assert tags(tmp_path) == ["step1", "step2"]
-    assert [one.tag for one in d.candidates(tmp_path)] == ["step2", "step1"]
+    assert [tag for tag, _ in d.candidates(tmp_path)] == ["step2", "step1"]
 
 
 def test_what_latest_names_is_resumed_first_whatever_was_saved_later(tmp_path: Path) -> None:
@@ -136,9 +136,9 @@ def test_what_latest_names_is_resumed_first_whatever_was_saved_later(tmp_path: P
         write(tmp_path, f"step{k}", saved=float(k))
     write(tmp_path, "beside", saved=9.0, latest=False)
     (tmp_path / "latest").write_text("step1\n")
-    assert [one.tag for one in d.candidates(tmp_path)] == ["step1", "step2", "step0"]
+    assert [tag for tag, _ in d.candidates(tmp_path)] == ["step1", "step2", "step0"]
     (tmp_path / "latest").write_text("beside")
-    assert [one.tag for one in d.candidates(tmp_path)] == ["beside", "step2", "step1", "step0"]
+    assert [tag for tag, _ in d.candidates(tmp_path)] == ["beside", "step2", "step1", "step0"]
 
 
 def test_copies_and_links_are_neither_counted_nor_removed(tmp_path: Path) -> None:
@@ -257,8 +257,8 @@ def test_damaged_checkpoints_are_candidates_with_their_faults(tmp_path: Path) ->
         (tmp_path / other).mkdir()
     (tmp_path / "page" / MANIFEST).write_text('{"name": "another program\'s"}')
     found = d.candidates(tmp_path)
-    assert [one.tag for one in found] == ["step4", "step2", "step1", "step0", "step3"]
-    faults = [one.error for one in found]
+    assert [tag for tag, _ in found] == ["step4", "step2", "step1", "step0", "step3"]
+    faults = [fault for _, fault in found]
     assert all(word in str(fault) for word, fault in zip(("damaged", "1 bytes, not 8"), faults[:2], strict=True))
     assert faults[2:4] == [None, None]
     assert "it has no manifest.json" in str(faults[4])
@@ -267,8 +267,8 @@ def test_damaged_checkpoints_are_candidates_with_their_faults(tmp_path: Path) ->
 def test_a_latest_that_names_nothing_and_a_newer_format_are_said(tmp_path: Path) -> None:
     assert d.candidates(tmp_path) == []
     (tmp_path / "latest").write_text("step9")
-    [one] = d.candidates(tmp_path)
-    assert str(one.error).endswith("step9, which `latest` names, is not there")
+    [(_, fault)] = d.candidates(tmp_path)
+    assert str(fault).endswith("step9, which `latest` names, is not there")
     write(tmp_path, "step9", saved=1.0)
     manifest = tmp_path / "step9" / MANIFEST
     body = json.loads(manifest.read_text())
@@ -276,8 +276,8 @@ def test_a_latest_that_names_nothing_and_a_newer_format_are_said(tmp_path: Path)
     body["version"] = 2
     text = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
     manifest.write_text(json.dumps({"crc32": zlib.crc32(text), **body}))
-    [one] = d.candidates(tmp_path)
-    assert "format version 2, and this parallel3d reads version 1; install the version that wrote it" in str(one.error)
+    [(_, fault)] = d.candidates(tmp_path)
+    assert "format version 2, and this parallel3d reads version 1; install the version that wrote it" in str(fault)
 
 
 @pytest.mark.parametrize("name", [MANIFEST, "rank00000-00.safetensors", "../latest"])
