@@ -581,7 +581,7 @@ def train_odd(model: str, pipeline: dict[str, Any]) -> Run:
     return run_steps(engine, own_iterator(engine, ODD_BATCHES), 3)
 
 
-@pytest.mark.every_second
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=str)
 @pytest.mark.parametrize("model", ODD_MODELS)
 def test_whatever_travels_the_numbers_are_those_of_one_process(run_ranks, model: str, pipeline: dict[str, Any]):

@@ -61,10 +61,6 @@ def _graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize(
-    ("dp", "stages", "schedule", "checkpointing", "stage"),
-    [(1, 2, "zb-h1", "cheap", 1), (2, 1, "1f1b", "attention", 2), (2, 1, "zb-h1", 0, 3), (2, 1, "1f1b", 2, 3)],
-)
 def test_compiled_layers_train_like_one_plain_process(
     run_ranks, dp: int, stages: int, schedule: str, checkpointing: int | str, stage: int
 ):
@@ -89,20 +85,24 @@ def test_compiled_slices_train_like_one_plain_process(run_ranks):
 SCHEDULES = [
     ("zbv", 2, "v"),
     ("1f1b", 1, "loop"),
-    ("gpipe", 1, "loop"),
     ("interleaved", 2, "loop"),
+    ("gpipe", 1, "loop"),
     ("zb-h1", 1, "loop"),
     ("zb-looped", 2, "loop"),
 ]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    full = metafunc.config.getoption("full")
+    if "checkpointing" in metafunc.fixturenames:
+        layers = [(1, 2, "zb-h1", "cheap", 1), (2, 1, "zb-h1", 0, 3), (2, 1, "1f1b", 2, 3)]
+        # The graph that keeps attention's results is compared in unit/models/test_compiled_blocks.py.
+        layers += [(2, 1, "1f1b", "attention", 2)] if full else []
+        metafunc.parametrize(("dp", "stages", "schedule", "checkpointing", "stage"), layers)
     if "schedule_of_decoder" in metafunc.fixturenames:
-        cases = [(schedule, "aot_eager", 2) for schedule in SCHEDULES]
+        cases = [(schedule, "aot_eager", 2) for schedule in (SCHEDULES if full else SCHEDULES[::2])]
         # Making inductor's kernels takes seconds a case and rank. Zero-bubble's backward is split.
-        inductor = (
-            [(schedule, 2) for schedule in SCHEDULES] if metafunc.config.getoption("full") else [(SCHEDULES[4], 1)]
-        )
+        inductor = [(schedule, 2) for schedule in SCHEDULES] if full else [(SCHEDULES[4], 1)]
         cases += [(schedule, "inductor", stages) for schedule, stages in inductor]
         metafunc.parametrize(("schedule_of_decoder", "backend", "stages"), cases)
 

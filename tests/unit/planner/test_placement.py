@@ -129,7 +129,7 @@ def test_islands_that_slices_do_not_divide_leave_the_rest_unused():
     assert (grid == grid[:, :1]).all()
 
 
-@pytest.mark.every_second
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("shuffle", range(3))
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, None])
 def test_order_of_hosts_changes_no_rank(seed, shuffle):
