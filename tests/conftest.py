@@ -88,7 +88,7 @@ def pytest_runtestloop() -> None:
 
 
 def others_of_n(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Return the marked cases where n doesn't divide the sum of the values' places, each among those of its parametrize mark."""
+    """Return the marked cases in which n doesn't divide the sum of the places of the values in their parametrize marks."""
     tests, others = defaultdict(list), set()
     for item in items:
         tests[item.nodeid.partition("[")[0]].append(item)

@@ -39,7 +39,7 @@ CONFIGS: dict[str, dict[str, Any] | None] = {
 
 
 # Without --full: other cases have each setting of these in another company.
-FULL_ONLY = ("stage 3", "rates, its scheduler", "twice, stage 1", "adapters, stage 2")
+FULL_ONLY = ("stage 3", "stage 2, its optimizer", "rates, its scheduler", "twice, stage 1", "adapters, stage 2")
 NOT_RESUMED_BUT_FULL = ("ddp", "adapters, ddp", "stage 0", *FULL_ONLY)
 RESUMED_ALONE = ("stage 1", "stage 3, offload", "adapters, stage 3")
 
