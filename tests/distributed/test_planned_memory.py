@@ -32,8 +32,7 @@ LIMITED: dict[str, Any] = {"zero_optimization": {**OFFLOADED, "offload_param": {
 
 # Every schedule, ZeRO stage, slicing, kind of layer and way of recomputation, each with some of the others.
 SOME: list[tuple[str, bool, dict[str, Any]]] = [
-    ("mb3", False, {}),
-    ("dp2,zero2", True, SGD),
+    ("dp2,zero2,mb3", True, SGD),
     ("pp2,dp2,zero2,1f1b,ckpt2,m6", False, BF16),
     ("pp2,tp2,sp,interleaved,attention", False, {}),
     ("pp2,tp2,zb-h1,cheap", True, BF16),
@@ -48,6 +47,7 @@ SOME: list[tuple[str, bool, dict[str, Any]]] = [
 ]
 # With --full: the values above, in other company.
 OTHERS: list[tuple[str, bool, dict[str, Any]]] = [
+    ("mb3", False, {}),
     ("tp2,sp,ckpt1", True, {}),
     ("pp2,dp2,zero2,1f1b,ckpt1,m6", False, BF16),
     ("pp2,dp2,zero2,zb-h1,ckpt2", False, {}),
