@@ -154,9 +154,9 @@ IN_STAGES: list[tuple[str, int, int, dict[str, str]]] = [
     ("gemma2-one-kv-head", 2, 2, {}),
 ]
 COVER = {
-    "llama": [(1, 1, False), (2, 2, True), (1, 4, True)],
+    "llama": [(1, 1, False), (1, 4, True)],
     "mistral": [(2, 2, False)],
-    "qwen2": [(2, 1, False), (2, 2, False)],
+    "qwen2": [(2, 1, False)],
     "qwen3-odd": [(2, 2, True)],
     "gemma": [(1, 4, True)],
     "gpt2": [(1, 1, False), (2, 2, True)],

@@ -5,7 +5,7 @@ import re
 from functools import partial
 
 import pytest
-from browser import emulate, headless, open_page, too_faint, width
+from browser import emulate, open_page, too_faint, width
 from plans import Shape, plan
 
 from parallel3d.planner.report import drawing as words
@@ -15,12 +15,6 @@ from parallel3d.planner.search.result import PlanResult
 
 LARGE = Shape(64, 16, 8, 64, "zb-h1", 1, "loop")  # test_report.py has one of 512 micro-batches
 HOSTILE = "</script><script>document.body.dataset.broken = 1</script><b id=injected>&amp;\"'"
-
-
-@pytest.fixture(scope="module")
-def driver():
-    with headless() as driver:
-        yield driver
 
 
 @pytest.fixture(scope="module")
