@@ -59,13 +59,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep an all-pairs cover of each product of three parametrize marks or more, unless --full asks for all.
 
-    Of a product of two that is marked so, keep every n-th case, where each value meets some of the others.
+    Of a product of two that is marked so, keep every n-th case, where each value meets some of the others. What is marked
+    full_only runs with --full alone.
     """
     products: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if len(list(item.iter_markers("parametrize"))) > 2 and not config.getoption("full"):
+        if len(list(item.iter_markers("parametrize"))) > 2:
             products[item.nodeid.partition("[")[0]].append(item)
-    left_out = set() if config.getoption("full") else others_of_n(items)
+    if config.getoption("full"):
+        return
+    left_out = others_of_n(items) | {item for item in items if item.get_closest_marker("full_only")}
     for cases in products.values():
         rows = [tuple(map(repr, case.callspec.params.values())) for case in cases]
         known = {row[:length] for row in rows for length in range(1, len(rows[0]) + 1)}

@@ -89,6 +89,7 @@ def train_with_evaluations(pipeline: dict[str, Any], evaluate: bool) -> tuple[Ru
     return (losses, norms, copies(engine.module)), [b.clone() for b in engine.module.buffers()], seen
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=str)
 def test_evaluation_changes_nothing_in_training(run_ranks, pipeline: dict[str, Any]):
     n = 4
@@ -121,6 +122,7 @@ def evaluate(pipeline: dict[str, Any]) -> tuple[dict[str, Any], int, bool]:
     return results, engine.grid.get_data_parallel_rank(), engine.is_last_stage()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=str)
 def test_evaluation_gives_what_its_options_ask_for(run_ranks, pipeline: dict[str, Any]):
     model = reference(toy.model(tied=False))

@@ -428,6 +428,7 @@ def sample_peak(zero: dict[str, Any]) -> tuple[int, int, int]:
     return max(samples), predicted.backward, len(samples)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("zero", "per_parameter"), [(STAGES[1], 2 + 4 + 12 / 4), (STAGES[3], 2 + 16 / 4), (STAGE_3, 18 / 4)], ids=str
 )
