@@ -42,7 +42,7 @@ def train(model: Path) -> dict[str, Any]:
     return found
 
 
-def main(model: str, out: str, configs: str) -> None:
+def main(model: str, out: str, found_file: str, configs: str) -> None:
     """Train, and write what happened. Collective."""
     import torch
     import torch.distributed as dist
@@ -50,7 +50,7 @@ def main(model: str, out: str, configs: str) -> None:
     torch.set_num_threads(1)
     found = train(Path(model))
     if os.environ["RANK"] == "0":
-        (Path(out) / "found.json").write_text(json.dumps(found))
+        Path(found_file).write_text(json.dumps(found))
     dist.destroy_process_group()
 
 

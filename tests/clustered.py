@@ -223,7 +223,7 @@ def test_excluded_slots_are_left_out_and_the_exit_code_is_the_failed_rank_s(tmp_
     assert not left(network[0]) + left(network[1])
 
 
-@pytest.mark.every_second
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("restarts", [0, 2])
 @pytest.mark.parametrize("how", ["killed", "cut off"])
 def test_a_lost_host_ends_the_job_or_leaves_fewer_replicas(

@@ -59,13 +59,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep an all-pairs cover of each product of three parametrize marks or more, unless --full asks for all.
 
-    Of a product of two that is marked so, keep every second case, where each value meets some of the others.
+    Of a product of two that is marked so, keep every n-th case, where each value meets some of the others. What is marked
+    full_only runs with --full alone.
     """
     products: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if len(list(item.iter_markers("parametrize"))) > 2 and not config.getoption("full"):
+        if len(list(item.iter_markers("parametrize"))) > 2:
             products[item.nodeid.partition("[")[0]].append(item)
-    left_out = set() if config.getoption("full") else every_second_case(items)
+    if config.getoption("full"):
+        return
+    left_out = others_of_n(items) | {item for item in items if item.get_closest_marker("full_only")}
     for cases in products.values():
         rows = [tuple(map(repr, case.callspec.params.values())) for case in cases]
         known = {row[:length] for row in rows for length in range(1, len(rows[0]) + 1)}
@@ -87,21 +90,24 @@ def pytest_runtestloop() -> None:
     gc.enable()
 
 
-def every_second_case(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Return the marked cases of which the places of the values, among those of each parametrize mark, have an odd sum."""
-    tests, odd = defaultdict(list), set()
+def others_of_n(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return the marked cases in which n doesn't divide the sum of the places of the values in their parametrize marks."""
+    tests, others = defaultdict(list), set()
     for item in items:
         tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
-        for case in filter(lambda case: case.get_closest_marker("every_second"), cases):
+        for case in cases:
+            one_in = case.get_closest_marker("one_in")
+            if one_in is None:
+                break
             places = 0
             for mark in case.iter_markers("parametrize"):
                 names = [mark.args[0]] if isinstance(mark.args[0], str) else mark.args[0]
                 values = [repr([each.callspec.params[name] for name in names]) for each in cases]
                 places += list(dict.fromkeys(values)).index(values[cases.index(case)])
-            if places % 2 == 1:
-                odd.add(case)
-    return odd
+            if places % one_in.args[0]:
+                others.add(case)
+    return others
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,8 @@
 
 It starts them by subprocess.Popen as ever, but each goes on in this process's copy instead of executing Python. Before the
 launcher's name, `--import MODULE` says what else is imported here for all ranks. Modules of Hugging Face, which look for
-DeepSpeed when they are imported, are imported anew where there is a package of that name.
+DeepSpeed when they are imported, are imported anew where there is a package of that name. After `--then`, the name
+and arguments of another launcher follow, which runs if the one before it has succeeded.
 """
 
 from __future__ import annotations
@@ -93,4 +94,13 @@ if __name__ == "__main__":
         importlib.import_module(sys.argv[1])
         del sys.argv[:2]
     gc.freeze()  # what was imported stays: no collection of a rank's need visit it
+    while "--then" in sys.argv:
+        end = sys.argv.index("--then")
+        first = os.fork()
+        if not first:
+            del sys.argv[end:]
+        elif status := os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]):
+            sys.exit(status)
+        else:
+            del sys.argv[: end + 1]
     runpy.run_module(sys.argv[0], None, "__main__", True)

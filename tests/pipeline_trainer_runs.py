@@ -115,7 +115,7 @@ def train(model: Path, out: Path, config: dict[str, Any] | None, replicas: int, 
     return found
 
 
-def main(model: str, out: str, configs: str) -> None:
+def main(model: str, out: str, found_file: str, configs: str) -> None:
     """Train with each configuration of a JSON mapping, and write what happened. Collective."""
     import torch
     import torch.distributed as dist
@@ -125,7 +125,7 @@ def main(model: str, out: str, configs: str) -> None:
     for name, (config, replicas, options) in json.loads(configs).items():
         found[name] = train(Path(model), Path(out) / name.partition(",")[0], config, replicas, **options)
     if os.environ.get("RANK", "0") == "0":
-        (Path(out) / "found.json").write_text(json.dumps(found))
+        Path(found_file).write_text(json.dumps(found))
     if dist.is_initialized():
         dist.destroy_process_group()
 

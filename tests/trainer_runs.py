@@ -15,7 +15,7 @@ from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
-from warm import run_launcher
+from warm import THEN, run_launcher
 
 from parallel3d.cli.deepspeed import write_wheel
 
@@ -105,35 +105,49 @@ def _free_port() -> int:
     return port
 
 
-def _launch(
-    directory: Path, module: str, configs: dict[str, Any], *launcher: str, cuda: bool = False, more: Sequence[str] = ()
-) -> dict[str, Any]:
-    """Run main(model, directory, configs, *more) of a module on a launcher's ranks; return what it has written."""
-    arguments = str(directory / "model"), str(directory), json.dumps(configs), *more
-    script = str(Path(__file__).parent / f"{module}.py")
-    imports = "transformers.trainer", "transformers.models.llama.modeling_llama", "peft"
-    environment = environment_of(directory)
+# (a launcher's words, the configurations, main's other arguments)
+Job = tuple[Sequence[str], dict[str, Any], Sequence[str]]
+
+
+def run_jobs(directory: Path, module: str, *jobs: Job, cuda: bool = False) -> list[dict[str, Any]]:
+    """Run main(model, directory, file, configurations, *others) of a module on each launcher's ranks, one after the other.
+
+    Return what each has written into its file.
+    """
+    script, environment = str(Path(__file__).parent / f"{module}.py"), environment_of(directory)
+    files = [directory / f"found{k}.json" for k in range(len(jobs))]
+    commands = [
+        [*launcher, script, str(directory / "model"), str(directory), str(file), json.dumps(configs), *others]
+        for file, (launcher, configs, others) in zip(files, jobs, strict=True)
+    ]
     if cuda:  # by processes of their own: a fork can't use CUDA after imports have looked for it
         environment |= {"TRAINER_ON_CUDA": "1", "CUDA_VISIBLE_DEVICES": "0,1"}
-        command = [sys.executable, "-m", *launcher, script, *arguments]
-        job = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-        assert job.returncode == 0, job.stderr
+        for command in commands:
+            started = [sys.executable, "-m", *command]
+            job = subprocess.run(started, env=environment, capture_output=True, text=True, timeout=600, check=False)
+            assert job.returncode == 0, job.stderr
     else:
-        run_launcher(directory, *launcher, script, *arguments, imports=imports, environment=environment, timeout=600)
-    found: dict[str, Any] = json.loads((directory / "found.json").read_text())
-    return found
+        imports = "transformers.trainer", "transformers.models.llama.modeling_llama", "peft"
+        first, *others = commands
+        words = [*first, *(word for command in others for word in (THEN, *command))]
+        run_launcher(directory, *words, imports=imports, environment=environment, timeout=600)
+    return [json.loads(file.read_text()) for file in files]
+
+
+def torchrun(world: int) -> Sequence[str]:
+    """Return the words of a launcher of ranks on the CPU, or each on a GPU."""
+    return "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)
 
 
 def run_job(
-    directory: Path, module: str, configs: dict[str, Any], *more: str, world: int = 2, cuda: bool = False
+    directory: Path, module: str, configs: dict[str, Any], world: int = 2, cuda: bool = False
 ) -> dict[str, Any]:
-    """Train on some ranks of torchrun's, on the CPU or each on a GPU."""
-    torchrun = "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)
-    return _launch(directory, module, configs, *torchrun, cuda=cuda, more=more)
+    """Train on some ranks of torchrun's."""
+    return run_jobs(directory, module, (torchrun(world), configs, ()), cuda=cuda)[0]
 
 
-def launch_job(directory: Path, module: str, deepspeed: dict[str, Any], configs: dict[str, Any]) -> dict[str, Any]:
-    """Train on 2 ranks that `accelerate launch` starts, with a configuration that is in a file."""
+def accelerate_launch(directory: Path, deepspeed: dict[str, Any]) -> Sequence[str]:
+    """Return the words of `accelerate launch` of 2 ranks, with a configuration that is in a file."""
     (directory / "deepspeed.json").write_text(json.dumps(deepspeed))
     settings = {
         "compute_environment": "LOCAL_MACHINE",
@@ -145,8 +159,7 @@ def launch_job(directory: Path, module: str, deepspeed: dict[str, Any], configs:
         "main_process_port": _free_port(),
     }
     (directory / "accelerate.json").write_text(json.dumps(settings))
-    accelerate = "accelerate.commands.launch", "--config_file", str(directory / "accelerate.json")
-    return _launch(directory, module, configs, *accelerate)
+    return "accelerate.commands.launch", "--config_file", str(directory / "accelerate.json")
 
 
 def with_adapters(model: Any) -> Any:
@@ -229,7 +242,7 @@ def train(model: Path, out: Path, config: dict[str, Any] | None, kind: str, resu
     }
 
 
-def main(model: str, out: str, configs: str, *not_resumed: str) -> None:
+def main(model: str, out: str, found_file: str, configs: str, *not_resumed: str) -> None:
     """Train with each configuration of a JSON mapping, resume each but some, and write what happened. Collective.
 
     Only two ranks train from the start; others resume what these have saved, with the same samples a step.
@@ -247,7 +260,7 @@ def main(model: str, out: str, configs: str, *not_resumed: str) -> None:
         if kind not in NOT_RESUMED and name not in not_resumed:
             found[f"{name}, resumed"] = train(Path(model), directory, config, kind, resumes=True)
     if os.environ["RANK"] == "0":
-        (Path(out) / "found.json").write_text(json.dumps(found))
+        Path(found_file).write_text(json.dumps(found))
     if dist.is_initialized():
         dist.destroy_process_group()
 

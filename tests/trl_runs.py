@@ -94,7 +94,7 @@ def train(kind: str, model: Path, out: Path, config: dict[str, Any] | None) -> d
     }
 
 
-def main(model: str, out: str, configs: str) -> None:
+def main(model: str, out: str, found_file: str, configs: str) -> None:
     """Train in each way with each configuration of a JSON mapping, and write what happened. Collective."""
     torch.set_num_threads(1)
     found = {
@@ -103,7 +103,7 @@ def main(model: str, out: str, configs: str) -> None:
         for name, config in json.loads(configs).items()
     }
     if dist.get_rank() == 0:
-        (Path(out) / "found.json").write_text(json.dumps(found))
+        Path(found_file).write_text(json.dumps(found))
     dist.destroy_process_group()
 
 

@@ -145,6 +145,9 @@ class WarmProcess:
         return texts[0], texts[1]
 
 
+THEN = "--then"  # between launchers that one process runs
+
+
 def run_launcher(
     folder: Path,
     name: str,
@@ -155,7 +158,7 @@ def run_launcher(
 ) -> str:
     """Run `python -m name arguments`, a launcher whose ranks need not import torch, in a folder. Return what was printed.
 
-    imports: modules that the launcher imports for all of its ranks.
+    After THEN among the arguments, those of another launcher follow. imports: modules imported for all ranks.
     """
     ready = [word for module in imports for word in ("--import", module)]
     job = WarmProcess(folder, dict(environment), "forked_ranks", *ready, name, *arguments)

@@ -85,7 +85,7 @@ def train(name: str, zero: dict[str, Any], ahead: bool) -> Any:
     return told, held, engine._consolidated_16bit_state_dict(exclude_frozen_parameters=name == "lora")
 
 
-@pytest.mark.every_second
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("ahead", [False, True], ids=["by initialize", "by tp_model_init"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_sharded_model_trains_like_one_process(run_ranks, name: str, ahead: bool):

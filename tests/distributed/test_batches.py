@@ -89,6 +89,7 @@ def train_with_evaluations(pipeline: dict[str, Any], evaluate: bool) -> tuple[Ru
     return (losses, norms, copies(engine.module)), [b.clone() for b in engine.module.buffers()], seen
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=str)
 def test_evaluation_changes_nothing_in_training(run_ranks, pipeline: dict[str, Any]):
     n = 4
@@ -121,6 +122,7 @@ def evaluate(pipeline: dict[str, Any]) -> tuple[dict[str, Any], int, bool]:
     return results, engine.grid.get_data_parallel_rank(), engine.is_last_stage()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=str)
 def test_evaluation_gives_what_its_options_ask_for(run_ranks, pipeline: dict[str, Any]):
     model = reference(toy.model(tied=False))
@@ -581,7 +583,7 @@ def train_odd(model: str, pipeline: dict[str, Any]) -> Run:
     return run_steps(engine, own_iterator(engine, ODD_BATCHES), 3)
 
 
-@pytest.mark.every_second
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=str)
 @pytest.mark.parametrize("model", ODD_MODELS)
 def test_whatever_travels_the_numbers_are_those_of_one_process(run_ranks, model: str, pipeline: dict[str, Any]):

@@ -61,10 +61,6 @@ def _graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize(
-    ("dp", "stages", "schedule", "checkpointing", "stage"),
-    [(1, 2, "zb-h1", "cheap", 1), (2, 1, "1f1b", "attention", 2), (2, 1, "zb-h1", "cheap", 3), (2, 1, "1f1b", 2, 3)],
-)
 def test_compiled_layers_train_like_one_plain_process(
     run_ranks, dp: int, stages: int, schedule: str, checkpointing: int | str, stage: int
 ):
@@ -89,28 +85,32 @@ def test_compiled_slices_train_like_one_plain_process(run_ranks):
 SCHEDULES = [
     ("zbv", 2, "v"),
     ("1f1b", 1, "loop"),
-    ("gpipe", 1, "loop"),
     ("interleaved", 2, "loop"),
+    ("gpipe", 1, "loop"),
     ("zb-h1", 1, "loop"),
     ("zb-looped", 2, "loop"),
 ]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    full = metafunc.config.getoption("full")
+    if "checkpointing" in metafunc.fixturenames:
+        layers = [(1, 2, "zb-h1", "cheap", 1), (2, 1, "zb-h1", "cheap", 3), (2, 1, "1f1b", 2, 3)]
+        # The graph that keeps attention's results is compared in unit/models/test_compiled_blocks.py.
+        layers += [(2, 1, "1f1b", "attention", 2)] if full else []
+        metafunc.parametrize(("dp", "stages", "schedule", "checkpointing", "stage"), layers)
     if "schedule_of_decoder" in metafunc.fixturenames:
-        cases = [(schedule, "aot_eager", 2) for schedule in SCHEDULES]
-        # Making inductor's kernels takes seconds a case and rank. Zero-bubble's backward is split.
-        inductor = (
-            [(schedule, 2) for schedule in SCHEDULES] if metafunc.config.getoption("full") else [(SCHEDULES[4], 1)]
-        )
-        cases += [(schedule, "inductor", stages) for schedule, stages in inductor]
-        metafunc.parametrize(("schedule_of_decoder", "backend", "stages"), cases)
+        cases = [(schedule, "aot_eager", "Block", 2) for schedule in (SCHEDULES if full else SCHEDULES[::2])]
+        # Making inductor's kernels takes a second each. Zero-bubble's backward is split.
+        cases.append((SCHEDULES[4], "inductor", "Attention", 1))
+        cases += [(schedule, "inductor", "Block", 2) for schedule in SCHEDULES if full]
+        metafunc.parametrize(("schedule_of_decoder", "backend", "layer", "stages"), cases)
 
 
 def train_decoder(
-    schedule: tuple[str, int, str], compiled: dict[str, Any], dtype: torch.dtype, **more: Any
+    schedule: tuple[str, int, str], layer: str, compiled: dict[str, Any], dtype: torch.dtype, fp8: bool
 ) -> list[Tensor]:
-    """Losses, and this rank's weights after two steps. more: sections of the configuration."""
+    """Losses, and this rank's weights after two steps. layer: whole blocks, or a half; fp8: in some linears."""
     torch.manual_seed(0)
     name, chunks, placement = schedule
     config: dict[str, Any] = {
@@ -122,9 +122,9 @@ def train_decoder(
         "compile": compiled,
         # PyTorch 2.11 can't compile the others in float64. Graphs don't know the backend: other tests would get "math", too.
         "attention": {"backend": "math" if dtype is torch.float64 else "auto"},
-        **more,
+        "fp8": {"enabled": fp8, "filter": "query|key|value" if fp8 else None},
     }
-    layers = decoder(replace(DECODER, num_layers=3), dtype=dtype)
+    layers = decoder(replace(DECODER, num_layers=3), dtype=dtype, units="block" if layer == "Block" else "half")
     model = PipelineModule(
         layers,
         num_stages=dist.get_world_size(),
@@ -139,23 +139,24 @@ def train_decoder(
     return [*losses, *(p.detach().clone() for p in model.parameters())]
 
 
-def train_both(schedule: tuple[str, int, str], backend: str) -> tuple[list[Tensor], list[Tensor], dict[str, int]]:
+def train_both(
+    schedule: tuple[str, int, str], backend: str, layer: str
+) -> tuple[list[Tensor], list[Tensor], dict[str, int]]:
     """Results compiled and plain, and the graph breaks."""
     torch._dynamo.utils.counters.clear()
-    dtype, more = torch.float32, {}
-    if backend == "inductor":  # with one linear in fp8
-        dtype, more = torch.float64, {"fp8": {"enabled": True, "filter": "query|key|value|up"}}
+    inductor = backend == "inductor"
+    numbers = (torch.float64, True) if inductor else (torch.float32, False)
     # Not the loss, which has another formula where it is compiled.
-    compiled = train_decoder(schedule, {"enabled": True, "backend": backend, "layers": ["Block"]}, dtype, **more)
-    return compiled, train_decoder(schedule, {}, dtype, **more), dict(torch._dynamo.utils.counters["graph_break"])
+    compiled = train_decoder(schedule, layer, {"enabled": True, "backend": backend, "layers": [layer]}, *numbers)
+    return compiled, train_decoder(schedule, layer, {}, *numbers), dict(torch._dynamo.utils.counters["graph_break"])
 
 
 def test_compiled_blocks_train_bitwise_as_plain_ones(
-    run_ranks, schedule_of_decoder: tuple[str, int, str], backend: str, stages: int
+    run_ranks, schedule_of_decoder: tuple[str, int, str], backend: str, layer: str, stages: int
 ):
-    """Up to the order of sums with inductor, in float64."""
+    """Up to the order of sums with inductor, in float64, with linears in fp8 and others."""
     tolerance = 0 if backend == "aot_eager" else 1e-12
-    for compiled, plain, breaks in run_ranks(stages, train_both, schedule_of_decoder, backend):
+    for compiled, plain, breaks in run_ranks(stages, train_both, schedule_of_decoder, backend, layer):
         assert not breaks
         for got, wanted in zip(compiled, plain, strict=True):
             torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)

@@ -109,12 +109,12 @@ def train_whole(steps: int, by_calls: bool, fp8: dict[str, Any]) -> list[float]:
 
 
 def test_the_loss_follows_that_of_bf16(run_ranks):
-    """What is learnt by heart in 40 steps; and compiled steps by calls are those of train_batch."""
+    """What is learnt by heart in 24 steps; and compiled steps by calls are those of train_batch."""
     on, off = ({"enabled": enabled} for enabled in (True, False))
-    (wanted,), (got,) = run_ranks(1, train_whole, 40, False, off), run_ranks(1, train_whole, 40, False, on)
+    (wanted,), (got,) = run_ranks(1, train_whole, 24, False, off), run_ranks(1, train_whole, 24, False, on)
     assert got[0] == pytest.approx(wanted[0], rel=0.01)
     assert got != wanted
-    assert sum(got[-20:]) == pytest.approx(sum(wanted[-20:]), rel=0.05)
+    assert sum(got[-20:]) == pytest.approx(sum(wanted[-20:]), rel=0.02)
     assert got[-1] < 0.7 * got[0]
     (calls,) = run_ranks(1, train_whole, 4, True, on)
     assert calls == pytest.approx(got[:8], rel=1e-6)

@@ -111,7 +111,7 @@ def check_numbers(items: list[Item], ranks: list[Run]) -> None:
     check(ranks, run_reference(reference, BATCHES, ACCUMULATION * DP), DP)
 
 
-@pytest.mark.every_second
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("bucket_size", [1, LAYER_SIZE, 2 * LAYER_SIZE])  # a parameter, a layer, two layers each
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=str)
 def test_a_bucket_is_launched_before_the_backward_of_the_layers_below(
@@ -135,7 +135,7 @@ def test_a_bucket_is_launched_before_the_backward_of_the_layers_below(
     check_numbers(ITEMS, [run for run, _, _ in ranks])
 
 
-@pytest.mark.every_second
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("items", [WITH_UNUSED, FICKLE], ids=["some unused", "some used on one replica"])
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=str)
 def test_replicas_launch_the_same_buckets_in_the_same_order(run_ranks, pipeline: dict[str, Any], items: list[Item]):

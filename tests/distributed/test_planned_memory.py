@@ -32,12 +32,10 @@ LIMITED: dict[str, Any] = {"zero_optimization": {**OFFLOADED, "offload_param": {
 
 # Every schedule, ZeRO stage, slicing, kind of layer and way of recomputation, each with some of the others.
 SOME: list[tuple[str, bool, dict[str, Any]]] = [
-    ("mb3", False, {}),
-    ("dp2,zero2", True, SGD),
+    ("dp2,zero2,mb3", True, SGD),
     ("pp2,dp2,zero2,1f1b,ckpt2,m6", False, BF16),
     ("pp2,tp2,sp,interleaved,attention", False, {}),
-    ("pp2,tp2,zb-h1,cheap", True, BF16),
-    ("pp2,tp2,sp,zbv,mb1", False, BF16),
+    ("pp2,tp2,zbv,mb1,cheap", True, BF16),
     ("pp2,dp2,zero1,zb-looped,ckpt1", False, BF16),
     ("pp2,dp2,zero1,half,zb-h1", True, BF16),
     ("pp4,half,1f1b,ckpt1", False, {}),
@@ -48,6 +46,9 @@ SOME: list[tuple[str, bool, dict[str, Any]]] = [
 ]
 # With --full: the values above, in other company.
 OTHERS: list[tuple[str, bool, dict[str, Any]]] = [
+    ("mb3", False, {}),
+    ("pp2,tp2,zb-h1,cheap", True, BF16),
+    ("pp2,tp2,sp,zbv,mb1", False, BF16),
     ("tp2,sp,ckpt1", True, {}),
     ("pp2,dp2,zero2,1f1b,ckpt1,m6", False, BF16),
     ("pp2,dp2,zero2,zb-h1,ckpt2", False, {}),

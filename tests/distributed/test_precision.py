@@ -207,7 +207,7 @@ AUTOCASTS = {
 }
 
 
-@pytest.mark.every_second
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("kind", "zero"), [*product(["1f1b", "zb-h1", "plain"], [ZERO[1]]), ("1f1b", SHARDED_WEIGHTS)], ids=str
 )
@@ -319,7 +319,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.every_second
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("zero", [ZERO[0], ZERO[1], ZERO[3], SHARDED_WEIGHTS], ids=str)
 @pytest.mark.parametrize(("kind", "extra"), KINDS, ids=str)
 def test_a_planted_overflow_skips_the_step_on_every_rank(

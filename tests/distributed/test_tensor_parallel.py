@@ -447,7 +447,7 @@ def test_a_compiled_cross_entropy_equals_plain_torch(run_ranks) -> None:
     run_ranks(2, check_cross_entropy, True)
 
 
-@pytest.mark.every_second
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
 def test_blocks_and_models_equal_plain_torch(run_ranks, tp: int, sequence_parallel: bool) -> None:

@@ -174,7 +174,7 @@ def reference_run(model: str, optimizer: str) -> Run:
     return run
 
 
-@pytest.mark.every_second
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("pp", "schedule", "chunks", "placement", "optimizer"), LAYOUTS)
 @pytest.mark.parametrize("model", MODELS)
 def test_copies_stay_bitwise_equal_and_agree_with_one_process(

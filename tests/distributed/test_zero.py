@@ -123,7 +123,7 @@ def master_run() -> Run:
     return run_reference(MasterReference(), batches(STEPS * ACCUMULATION * 2), 2 * ACCUMULATION)
 
 
-@pytest.mark.every_second
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("zero", WITH_SHARDED, ids=str)
 @pytest.mark.parametrize("pipeline", EVERY_SCHEDULE, ids=lambda p: p.get("schedule", "no pipeline"))
 def test_bf16_follows_one_process_with_fp32_masters(run_ranks, pipeline: dict[str, Any], zero: dict[str, Any]):
@@ -133,7 +133,7 @@ def test_bf16_follows_one_process_with_fp32_masters(run_ranks, pipeline: dict[st
     check([run for run, _ in ranks], master_run(), 2, tolerance=2e-3)
 
 
-@pytest.mark.every_second
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "extra",
     [
@@ -207,7 +207,7 @@ def train_odd(pipeline: dict[str, Any], zero: dict[str, Any], steps: int) -> Run
     return run_steps(engine, own_iterator(engine, batches(steps * ACCUMULATION * 2)), steps)
 
 
-@pytest.mark.every_second
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("zero", WITH_SHARDED, ids=str)
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda p: p.get("schedule", "no pipeline"))
 def test_odd_parameters_train_as_on_one_process(run_ranks, pipeline: dict[str, Any], zero: dict[str, Any]):
@@ -428,6 +428,7 @@ def sample_peak(zero: dict[str, Any]) -> tuple[int, int, int]:
     return max(samples), predicted.backward, len(samples)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("zero", "per_parameter"), [(STAGES[1], 2 + 4 + 12 / 4), (STAGES[3], 2 + 16 / 4), (STAGE_3, 18 / 4)], ids=str
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from trainer_runs import STEPS, configuration, launch_job, run_job
+from trainer_runs import STEPS, accelerate_launch, configuration, run_jobs, torchrun
 
 CPU = {"device": "cpu"}
 # What writes the configuration, or None for a plain Trainer; the number of replicas; options of pipeline_trainer_runs.train.
@@ -45,26 +45,20 @@ ON_FOUR: dict[str, Case] = {
 }
 
 
-def run(directory: Path, cases: dict[str, Case], world: int) -> dict[str, Any]:
-    return run_job(directory, "pipeline_trainer_runs", cases, world=world)
-
-
-def run_on_two(directory: Path) -> dict[str, Any]:
+def run(directory: Path) -> dict[str, Any]:
     config, replicas, options = ON_TWO["pp2"]
-    cases = {**REFUSED_ON_TWO, **ON_TWO, "pp2": (None, replicas, options)}
-    runs = launch_job(directory, "pipeline_trainer_runs", config, cases)
-    return runs | run(directory, {**PLAIN, **REFUSING}, 1)
+    two = {**REFUSED_ON_TWO, **ON_TWO, "pp2": (None, replicas, options)}
+    jobs = (
+        (accelerate_launch(directory, config), two, ()),
+        (torchrun(1), {**PLAIN, **REFUSING}, ()),
+        (torchrun(4), ON_FOUR, ()),
+    )
+    return {name: found for runs in run_jobs(directory, "pipeline_trainer_runs", *jobs) for name, found in runs.items()}
 
 
 @pytest.fixture(scope="module")
 def found(made_once: Any) -> tuple[Path, dict[str, Any]]:
-    return made_once("pipelines", run_on_two)
-
-
-@pytest.fixture(scope="module")
-def found_on_four(found: tuple[Path, dict[str, Any]]) -> tuple[Path, dict[str, Any]]:
-    directory, runs = found
-    return directory, runs | run(directory, ON_FOUR, 4)
+    return made_once("pipelines", run)
 
 
 def check(directory: Path, runs: dict[str, Any], name: str) -> None:
@@ -81,14 +75,9 @@ def check(directory: Path, runs: dict[str, Any], name: str) -> None:
         assert own[key].numpy() == pytest.approx(weight.numpy(), abs=1e-5), key
 
 
-@pytest.mark.parametrize("name", ON_TWO)
+@pytest.mark.parametrize("name", [*ON_TWO, *ON_FOUR])
 def test_a_training_is_that_of_one_process(found: tuple[Path, dict[str, Any]], name: str):
     check(*found, name)
-
-
-@pytest.mark.parametrize("name", ON_FOUR)
-def test_a_training_on_four_ranks_is_that_of_one_process(found_on_four: tuple[Path, dict[str, Any]], name: str):
-    check(*found_on_four, name)
 
 
 def test_what_would_give_other_numbers_is_refused(found: tuple[Path, dict[str, Any]]):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from trainer_runs import NOT_RESUMED, SAVED, STEPS, configuration, launch_job, run_job
+from trainer_runs import NOT_RESUMED, SAVED, STEPS, accelerate_launch, configuration, run_jobs, torchrun
 
 CPU = {"device": "cpu"}
 OPTIMIZER = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
@@ -39,7 +39,7 @@ CONFIGS: dict[str, dict[str, Any] | None] = {
 
 
 # Without --full: other cases have each setting of these in another company.
-FULL_ONLY = ("stage 3", "rates, its scheduler", "twice, stage 1", "adapters, stage 2")
+FULL_ONLY = ("stage 3", "stage 2, its optimizer", "rates, its scheduler", "twice, stage 1", "adapters, stage 2")
 NOT_RESUMED_BUT_FULL = ("ddp", "adapters, ddp", "stage 0", *FULL_ONLY)
 RESUMED_ALONE = ("stage 1", "stage 3, offload", "adapters, stage 3")
 
@@ -68,8 +68,9 @@ def found(made_once: Any, full: bool) -> tuple[Path, dict[str, Any]]:
     configs = {name: config for name, config in CONFIGS.items() if full or name not in FULL_ONLY}
 
     def run(directory: Path) -> dict[str, Any]:
-        runs = run_job(directory, "trainer_runs", configs, *left_out)
-        alone = run_job(directory, "trainer_runs", {name: CONFIGS[name] for name in RESUMED_ALONE}, world=1)
+        resumed = {name: CONFIGS[name] for name in RESUMED_ALONE}
+        jobs = (torchrun(2), configs, left_out), (torchrun(1), resumed, ())
+        runs, alone = run_jobs(directory, "trainer_runs", *jobs)
         return runs | {f"{name} by one rank": run for name, run in alone.items()}
 
     return made_once("trainer", run)
@@ -106,10 +107,9 @@ def test_a_resumed_training_ends_as_one_without_a_break(found: tuple[Path, dict[
 def found_by_accelerate(tmp_path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a loop of accelerate's found with DDP, and launched with a DeepSpeed configuration in a file."""
     config = configuration({"stage": 2}, gradient_accumulation_steps=2, gradient_clipping=1.0)
-    for name in ("ddp", "launched"):
-        (tmp_path / name).mkdir()
-    wanted = run_job(tmp_path / "ddp", "accelerate_runs", {})
-    return wanted, launch_job(tmp_path / "launched", "accelerate_runs", config, {})
+    launchers = torchrun(2), accelerate_launch(tmp_path, config)
+    wanted, own = run_jobs(tmp_path, "accelerate_runs", *((launcher, {}, ()) for launcher in launchers))
+    return wanted, own
 
 
 def test_a_loop_of_accelerate_is_that_of_ddp(found_by_accelerate: tuple[dict[str, Any], dict[str, Any]]):

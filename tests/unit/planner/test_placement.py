@@ -67,6 +67,7 @@ def every_assignment(gpus: int, shape: tuple[int, int, int]) -> np.ndarray:
     return ways[(np.diff(first[:, :, 0], axis=1) > 0).all(axis=1) & (np.diff(first[:, 0], axis=1) > 0).all(axis=1)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("block", range(10))
 def test_placement_is_within_a_percent_of_the_best_assignment(block):
     for seed in SEEDS[20 * block : 20 * block + 20]:
@@ -129,7 +130,7 @@ def test_islands_that_slices_do_not_divide_leave_the_rest_unused():
     assert (grid == grid[:, :1]).all()
 
 
-@pytest.mark.every_second
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("shuffle", range(3))
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, None])
 def test_order_of_hosts_changes_no_rank(seed, shuffle):

@@ -144,7 +144,7 @@ def test_a_directory_that_cannot_be_written_is_an_error(tmp_path, capsys) -> Non
 
 
 def test_where_nothing_fits_the_remedy_is_printed(tmp_path, capsys) -> None:
-    command = ["plan", "--model", "megatron-1t", "--cluster", "8xA100", "--global-batch", "64", "--out", str(tmp_path)]
+    command = ["plan", "--model", "llama3-70b", "--cluster", "2xA100", "--global-batch", "16", "--out", str(tmp_path)]
     assert main(command) == 1
     assert "The smallest change" in capsys.readouterr().out
     assert not (tmp_path / "config.json").exists()

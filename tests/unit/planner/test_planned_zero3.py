@@ -50,7 +50,7 @@ CASES = [
 def test_zero3_is_offered_where_it_alone_fits_and_is_the_shortest_of_all(
     words: str, memory: str, bandwidth: str, config: dict[str, Any], schedule: str
 ) -> None:
-    planner = planner_of(words, 64, memory, bandwidth, **config)
+    planner = planner_of(words, 32, memory, bandwidth, **config)
     found = BranchAndBound(planner.predictor, of_blocks(planner)).run()
     fitting = [step for step in every(planner) if step.fits]
     assert {step.layout.zero for step in fitting} == {3}

@@ -5,7 +5,7 @@ import re
 from functools import partial
 
 import pytest
-from browser import emulate, headless, open_page, too_faint, width
+from browser import emulate, open_page, too_faint, width
 from plans import Shape, plan
 
 from parallel3d.planner.report import drawing as words
@@ -15,12 +15,6 @@ from parallel3d.planner.search.result import PlanResult
 
 LARGE = Shape(64, 16, 8, 64, "zb-h1", 1, "loop")  # test_report.py has one of 512 micro-batches
 HOSTILE = "</script><script>document.body.dataset.broken = 1</script><b id=injected>&amp;\"'"
-
-
-@pytest.fixture(scope="module")
-def driver():
-    with headless() as driver:
-        yield driver
 
 
 @pytest.fixture(scope="module")
@@ -75,25 +69,25 @@ def test_page_opens_from_a_file_alone(page, result):
     assert page.execute_script("return document.querySelectorAll('h2').length") == 8
 
 
-@pytest.mark.parametrize(
-    ("heading", "key"),
-    [
-        ("Step", lambda p: p.seconds),
-        ("Peak memory", lambda p: p.peak),
-        ("Tokens/s", lambda p: p.tokens_per_second),
-        ("Layout", lambda p: [int(n) for n in re.findall(r"\d+", p.layout)]),
-    ],
-)
-def test_a_heading_sorts_up_and_down(page, result, heading, key):
-    button = next(b for b in page.find_elements("css selector", "#ranking th button") if b.text.startswith(heading))
-    for order, reverse in (("ascending", False), ("descending", True), ("ascending", False)):
-        button.click()
-        ranked = sorted(result.best, key=key, reverse=reverse)
-        assert texts(page, "#ranking tbody .pick") == [p.layout for p in ranked]
-        sorted_by = page.find_elements("css selector", "#ranking th[aria-sort]")
-        assert [(th.get_attribute("aria-sort"), th.text.split(" ")[0]) for th in sorted_by] == [
-            (order, heading.split()[0])
-        ]
+KEYS = {
+    "Step": lambda p: p.seconds,
+    "Peak memory": lambda p: p.peak,
+    "Tokens/s": lambda p: p.tokens_per_second,
+    "Layout": lambda p: [int(n) for n in re.findall(r"\d+", p.layout)],
+}
+
+
+def test_a_heading_sorts_up_and_down(page, result):
+    for heading, key in KEYS.items():
+        button = next(b for b in page.find_elements("css selector", "#ranking th button") if b.text.startswith(heading))
+        for order, reverse in (("ascending", False), ("descending", True), ("ascending", False)):
+            button.click()
+            ranked = sorted(result.best, key=key, reverse=reverse)
+            assert texts(page, "#ranking tbody .pick") == [p.layout for p in ranked]
+            sorted_by = page.find_elements("css selector", "#ranking th[aria-sort]")
+            assert [(th.get_attribute("aria-sort"), th.text.split(" ")[0]) for th in sorted_by] == [
+                (order, heading.split()[0])
+            ]
 
 
 def test_losers_without_a_number_stay_last(page, result):
@@ -227,31 +221,31 @@ def test_hovering_below_a_lane_tells_communication(page, canvas, result):
     assert gathers
 
 
-@pytest.mark.parametrize("how", ["button", "wheel", "key"])
-def test_zooming_shows_less_of_the_step_and_all_of_it_again(page, canvas, result, how):
+def test_zooming_shows_less_of_the_step_and_all_of_it_again(page, canvas, result):
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
     from selenium.webdriver.common.keys import Keys
 
     whole = check_against(sweep(page, canvas, 12, 12), result, 0)
-    if how == "button":
-        find(page, "#time-zoom-in").click()
-        find(page, "#time-zoom-in").click()
-    elif how == "key":
-        page.execute_script("arguments[0].focus()", canvas)
-        press(page, "++")
-    else:
-        origin = ScrollOrigin.from_element(canvas)
-        ActionChains(page, 0).key_down(Keys.CONTROL).scroll_from_origin(origin, 0, -700).key_up(Keys.CONTROL).perform()
-    page.execute_script("arguments[0].scrollIntoView({block: 'center'})", canvas)
-    near = check_against(sweep(page, canvas, 12, 16), result, 0)
-    assert near == pytest.approx(whole / 4, rel=0.15)
-    if how == "key":
-        press(page, "0")
-    else:
-        find(page, "#time-zoom-all").click()
-    page.execute_script("arguments[0].scrollIntoView({block: 'center'})", canvas)
-    assert check_against(sweep(page, canvas, 12, 12), result, 0) == pytest.approx(whole, rel=0.01)
+    for how in ("button", "wheel", "key"):
+        if how == "button":
+            find(page, "#time-zoom-in").click()
+            find(page, "#time-zoom-in").click()
+        elif how == "key":
+            page.execute_script("arguments[0].focus()", canvas)
+            press(page, "++")
+        else:
+            over = ActionChains(page, 0).key_down(Keys.CONTROL)
+            over.scroll_from_origin(ScrollOrigin.from_element(canvas), 0, -700).key_up(Keys.CONTROL).perform()
+        page.execute_script("arguments[0].scrollIntoView({block: 'center'})", canvas)
+        near = check_against(sweep(page, canvas, 12, 16), result, 0)
+        assert near == pytest.approx(whole / 4, rel=0.15), how
+        if how == "key":
+            press(page, "0")
+        else:
+            find(page, "#time-zoom-all").click()
+        page.execute_script("arguments[0].scrollIntoView({block: 'center'})", canvas)
+        assert check_against(sweep(page, canvas, 12, 6), result, 0) == pytest.approx(whole, rel=0.01), how
 
 
 def test_dragging_moves_the_timeline(page, canvas):
@@ -290,22 +284,21 @@ def test_arrow_keys_go_from_instruction_to_instruction(page, canvas, result):
 # ---------------------------------------------------------------------------------------- why not, configuration
 
 
-@pytest.mark.parametrize("typed", ["zero1", "zero1 fit", "ZERO0, bubble", "no such layout"])
-def test_the_filter_keeps_rows_with_all_words(page, result, typed):
+def test_the_filter_keeps_rows_with_all_words(page, result):
     from selenium.webdriver.common.keys import Keys
 
-    find(page, "#filter").send_keys(typed)
-    wanted = [
-        r.layout
-        for r in result.rejected
-        if all(word in f"{r.layout} {r.why}".lower() for word in re.split(r"[\s,]+", typed.lower()))
-    ]
-    if typed == "no such layout":
-        assert wanted == []
-    assert texts(page, "#rejected tbody code") == wanted
-    assert find(page, "#filter-says").text == f"{len(wanted)} of {len(result.rejected)} shown"
-    find(page, "#filter").send_keys(Keys.CONTROL + "a", Keys.BACKSPACE)
-    assert len(texts(page, "#rejected tbody code")) == len(result.rejected)
+    for typed in ("zero1", "zero1 fit", "ZERO0, bubble", "no such layout"):
+        find(page, "#filter").send_keys(typed)
+        wanted = [
+            r.layout
+            for r in result.rejected
+            if all(word in f"{r.layout} {r.why}".lower() for word in re.split(r"[\s,]+", typed.lower()))
+        ]
+        assert (wanted == []) == (typed == "no such layout")
+        assert texts(page, "#rejected tbody code") == wanted
+        assert find(page, "#filter-says").text == f"{len(wanted)} of {len(result.rejected)} shown"
+        find(page, "#filter").send_keys(Keys.CONTROL + "a", Keys.BACKSPACE)
+        assert len(texts(page, "#rejected tbody code")) == len(result.rejected)
 
 
 @pytest.mark.parametrize("allowed", [True, False])
@@ -345,10 +338,10 @@ def test_words_stand_out_from_their_ground(page, scheme):
     assert (sum(lane_colour(page)) > 3 * 200) == (scheme == "light")
 
 
-@pytest.mark.parametrize("pixels", [420, 500, 1280, 2000])
-def test_page_fits_its_window(page, pixels):
-    with width(page, pixels):
-        assert page.execute_script("return document.documentElement.scrollWidth") <= pixels
+def test_page_fits_its_window(page):
+    for pixels in (420, 500, 1280, 2000):
+        with width(page, pixels):
+            assert page.execute_script("return document.documentElement.scrollWidth") <= pixels, pixels
 
 
 def test_print_shows_all_rows_and_no_controls(page, result):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import emulate, headless, open_page, too_faint, width
+from browser import emulate, open_page, too_faint, width
 from plans import plan
 from records import make_record
 
@@ -59,12 +59,6 @@ def write_run(folder: Path, note: str = "", steps: int = 2000) -> None:
         write_report(folder, replace(own, rank=rank), verdict, {1: own}, "stage 0 | F0@0")
     write_report(folder, replace(own, rank=2), replace(verdict, line="earlier"), {}, "")
     os.utime(folder / "failure-2.json", (0.0, 0.0))
-
-
-@pytest.fixture(scope="module")
-def driver() -> Iterator[Any]:
-    with headless() as driver:
-        yield driver
 
 
 @pytest.fixture
