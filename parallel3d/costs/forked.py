@@ -1,49 +1,59 @@
-"""Calls of a function in a process that is forked from this one and works ahead."""
+"""Calls in a process that is forked from this one, imports what they need and works ahead."""
 
 from __future__ import annotations
 
 import pickle
 import signal
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import Generic, TypeVar
+from typing import Any, Protocol
 
 from parallel3d.errors import ExecutionError, Parallel3DError
 
-Key = TypeVar("Key")
-Result = TypeVar("Result")
+
+class Service(Protocol):
+    """Function of keys. It returns what can be pickled, or raises a Parallel3DError."""
+
+    def __call__(self, key: Any) -> Any:
+        """Return the result; called once for each key."""
+
+    def following(self, key: Any) -> Iterable[Any]:
+        """Return keys that are likely to be asked for soon after this one."""
 
 
-class ForkedCalls(Generic[Key, Result]):
-    """Calls a function in a forked process, which shares all that the function refers to.
+class ForkedCalls:
+    """Process that calls a function. imports: modules that it imports first, while this process goes on.
 
-    - function: returns what can be pickled, or raises a Parallel3DError; it is called once for each key.
-    - ahead: keys for which it is called before they are asked for, in this order.
-    - following: returns keys that are likely to be asked for soon after one; they come before those of `ahead`.
-
-    No thread of this process may hold a lock that the function needs.
+    No thread of this process may hold a lock that the imports or the function need.
     """
 
-    def __init__(
-        self,
-        function: Callable[[Key], Result],
-        ahead: Iterable[Key] = (),
-        following: Callable[[Key], Iterable[Key]] = lambda key: (),
-    ):
+    def __init__(self, imports: Sequence[str] = ()):
         context = get_context("fork")
         self._connection, served = context.Pipe()
-        given = served, self._connection, function, deque(ahead), following
-        context.Process(target=_serve, args=given, daemon=True).start()
+        context.Process(target=_serve, args=(served, self._connection, imports), daemon=True).start()
         served.close()  # so that the end of the process ends the connection
 
-    def __call__(self, key: Key) -> Result:
-        """Return function(key). Raises what the function raised, and ExecutionError if the process has ended."""
+    def begin(self, service: Service, ahead: Sequence[Any]) -> bool:
+        """Give the process a copy of its function, and keys to call it for in this order before they are asked for.
+
+        Return whether that worked: a function can refer to what can't be pickled.
+        """
+        try:
+            given = pickle.dumps((service, ahead))
+        except Exception:  # whatever an object's own code raises
+            return False
+        self._connection.send_bytes(given)
+        return True
+
+    def __call__(self, key: Any) -> Any:
+        """Return the function's result. Raises what the function raised, and ExecutionError if the process has ended."""
         try:
             self._connection.send(key)
-            result: Result | Parallel3DError = pickle.loads(self._connection.recv_bytes())  # noqa: S301 (own process)
+            result = pickle.loads(self._connection.recv_bytes())  # noqa: S301 (of our own process)
         except (EOFError, OSError) as error:
             raise ExecutionError("the process that traces layers has ended early; its error is above") from error
         if isinstance(result, Parallel3DError):
@@ -51,23 +61,17 @@ class ForkedCalls(Generic[Key, Result]):
         return result
 
 
-def _serve(
-    connection: Connection,
-    other_end: Connection,
-    function: Callable[[Key], Result],
-    ahead: deque[Key],
-    following: Callable[[Key], Iterable[Key]],
-) -> None:
+def _serve(connection: Connection, other_end: Connection, imports: Sequence[str]) -> None:
     other_end.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks ends this one
-
-    @cache
-    def called(key: Key) -> bytes:
-        try:
-            return pickle.dumps(function(key))
-        except Parallel3DError as error:
-            return pickle.dumps(error)
-
+    for name in imports:
+        import_module(name)
+    try:
+        service, keys = pickle.loads(connection.recv_bytes())  # noqa: S301 (of our own process)
+    except EOFError:
+        return
+    ahead: deque[Any] = deque(keys)
+    called = cache(lambda key: _result(service, key))
     while True:
         while ahead and not connection.poll():
             called(ahead.popleft())
@@ -76,4 +80,11 @@ def _serve(
         except EOFError:
             return
         connection.send_bytes(called(key))
-        ahead.extendleft(following(key))
+        ahead.extendleft(service.following(key))
+
+
+def _result(function: Callable[[Any], Any], key: Any) -> bytes:
+    try:
+        return pickle.dumps(function(key))
+    except Parallel3DError as error:
+        return pickle.dumps(error)

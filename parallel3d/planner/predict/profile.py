@@ -67,7 +67,7 @@ class ModelProfile:
         rule = policy_rule(config.pipeline.checkpointable_layers, policies, self.names)
         self._given = [rule(k, layer) for k, layer in enumerate(self.specs)]
         self._in_other_layers: dict[tuple[int, ...], ModelProfile] = {}
-        self._forked: Callable[[_Traced], tuple[LayerProfile, ...]] | None = None
+        self._ask: Callable[[_Traced], tuple[LayerProfile, ...]] | None = None
         self._slicings: dict[_Slicing, ModelTraces] = {}
         self._traced: dict[object, tuple[LayerProfile, ...]] = {}
         self._profiles: dict[tuple[_Slicing, int, bool, SelectivePolicy | None], tuple[LayerProfile, ...]] = {}
@@ -84,21 +84,16 @@ class ModelProfile:
             self._in_other_layers[key] = other
         return self._in_other_layers[key].with_zero(self.config)
 
-    def trace_in_fork(self, ahead: Iterable[_Traced]) -> None:
-        """Trace layers in a forked process from now on, and those of `ahead` before they are asked for.
+    def trace_in(self, process: ForkedCalls, ahead: Sequence[_Traced]) -> None:
+        """Trace layers in another process from now on, if they can be sent there, and those of `ahead` before they are needed.
 
-        Layers that `of_layers` has been called for are traced there too: those that are recomputed in part after these.
+        So are layers that `of_layers` has been called for. Nothing may have been traced before: what a module makes for all
+        later micro-batches is part of its first trace.
         """
         profiles = [self, *self._in_other_layers.values()]
-
-        def following(key: tuple[int, _Traced]) -> list[tuple[int, _Traced]]:
-            number, traced = key
-            return [(n, traced) for n in range(1, len(profiles)) if number == 0 and traced[1] is not None]
-
-        keys = ((0, traced) for traced in ahead)
-        forked = ForkedCalls(lambda key: profiles[key[0]]._at_samples(*key[1]), keys, following)
-        for number, profile in enumerate(profiles):
-            profile._forked = partial(_ask, forked, number)
+        if process.begin(_Traces(profiles), [(0, traced) for traced in ahead]):
+            for number, profile in enumerate(profiles):
+                profile._ask = partial(_ask, process, number)
 
     def with_zero(self, config: Config) -> ModelProfile:
         """Return the profile, with the same traces, under a configuration that differs in zero_optimization alone."""
@@ -232,8 +227,8 @@ class ModelProfile:
 
     def _at_samples(self, slicing: _Slicing, policy: SelectivePolicy | None, samples: int) -> tuple[LayerProfile, ...]:
         key = slicing, policy, samples
-        if key not in self._traced and self._forked is not None:
-            self._traced[key] = self._forked(key)
+        if key not in self._traced and self._ask is not None:
+            self._traced[key] = self._ask(key)
         elif key not in self._traced:
             if slicing not in self._slicings:
                 self._slicings[slicing] = ModelTraces(self._traceable, *slicing)
@@ -241,8 +236,24 @@ class ModelProfile:
         return self._traced[key]
 
 
-def _ask(forked: ForkedCalls[Any, tuple[LayerProfile, ...]], profile: int, key: _Traced) -> tuple[LayerProfile, ...]:
-    return forked((profile, key))
+class _Traces:
+    """Traces of the layers of several profiles, by (number of the profile, what its trace depends on)."""
+
+    def __init__(self, profiles: Sequence[ModelProfile]):
+        self._profiles = profiles
+
+    def __call__(self, key: tuple[int, _Traced]) -> tuple[LayerProfile, ...]:
+        return self._profiles[key[0]]._at_samples(*key[1])
+
+    def following(self, key: tuple[int, _Traced]) -> list[tuple[int, _Traced]]:
+        """Return the same of the other profiles, after layers of the first one that are recomputed in part."""
+        number, traced = key
+        return [(n, traced) for n in range(1, len(self._profiles)) if number == 0 and traced[1] is not None]
+
+
+def _ask(process: ForkedCalls, number: int, traced: _Traced) -> tuple[LayerProfile, ...]:
+    found: tuple[LayerProfile, ...] = process((number, traced))
+    return found
 
 
 def _at(micro_batch: int, traced: Callable[[int], tuple[LayerProfile, ...]]) -> tuple[LayerProfile, ...]:
