@@ -1,4 +1,4 @@
-"""A training with and without CUDA graphs: the toy model with dropout, whose lengths change in one step."""
+"""A training with and without CUDA graphs: the toy model with dropout, half of whose lengths change in one step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from parallel3d.engine import step
 from parallel3d.schedule.instructions import COMPUTE_OPS
 
-ACCUMULATION, STEPS = 4, 6  # the third step is captured; in the fifth lengths change
+ACCUMULATION, STEPS = 4, 6  # the third step is captured; in the fifth half of the lengths change
 
 
 def counted(output: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,7 +39,7 @@ def train(pp: int, pipeline: dict[str, Any], tied: bool, config: dict[str, Any])
             **config,
         )
     per_step = ACCUMULATION * engine.grid.get_data_parallel_world_size()
-    kinds = ["lengths" if k // per_step == 4 else "tuple" for k in range(STEPS * per_step)]
+    kinds = ["lengths" if 0 <= k - 4 * per_step < per_step / 2 else "tuple" for k in range(STEPS * per_step)]
     data = [toy.micro_batch(k, kind) for k, kind in enumerate(kinds)]
     run = run_steps(engine, own_iterator(engine, data), STEPS)
     program = engine._runner.programs.get(ACCUMULATION, training=True).instructions[engine.pipeline_module.stage_id]

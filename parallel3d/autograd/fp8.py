@@ -9,10 +9,11 @@ casts with what is computed before them. Casts of weights, which are kept, come 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -32,11 +33,8 @@ from parallel3d.autograd.recipes import Product, Recipe, RowSum, Value
 from parallel3d.autograd.sink import GradientSink
 from parallel3d.comm.collectives import Group
 from parallel3d.config import Fp8Config
-from parallel3d.kernels.fp8 import E4M3, E5M2, Scaled, cast, multiply, multiply_into
+from parallel3d.kernels.fp8 import E4M3, E5M2, Casts, Scaled, cast, multiply, multiply_into
 from parallel3d.operators import Numbers, define
-
-# A matrix and its transpose, None where it was not asked for.
-Casts = tuple[Scaled | None, Scaled | None]
 
 
 @dataclass(eq=False)
@@ -58,13 +56,18 @@ class ScaledProduct(Recipe):
 
 
 class Fp8:
-    """Settings of a model's linears in fp8, and the casts of their weights while these don't change."""
+    """Settings of a model's linears in fp8, and the casts of their weights while these don't change.
+
+    layers: modules -> what computes them.
+    """
 
     def __init__(self, config: Fp8Config):
         self.config, self.rowwise = config, config.recipe == "rowwise"
         self.casts_for_weight = config.weight_gradient == "fp8"
         self._step: object = None
         self.kept: dict[Fp8Linear, Casts] = {}
+        self.layers: WeakKeyDictionary[nn.Module, Fp8Linear] = WeakKeyDictionary()
+        self._memory: WeakKeyDictionary[Fp8Linear, Casts] = WeakKeyDictionary()
 
     @property
     def keeps(self) -> bool:
@@ -85,6 +88,19 @@ class Fp8:
             yield
         finally:
             self.keep(None)
+
+    @torch.no_grad()
+    def cast_weights(self, modules: Iterable[nn.Module]) -> None:
+        """Cast weights of these modules, and keep them where the last call did: CUDA graphs read them there."""
+        for module, layer in [(m, self.layers[m]) for m in modules if m in self.layers]:
+            layer.cast_weight(module.get_parameter("weight"), False)
+            now = self.kept[layer]
+            memory = self._memory.setdefault(layer, now)
+            for old, new in zip(memory, now, strict=True):
+                if old is not new:
+                    _made(old).values.copy_(_made(new).values)
+                    _made(old).inverse_scale.copy_(_made(new).inverse_scale)
+            self.kept[layer] = memory
 
 
 class Fp8Linear:
@@ -331,7 +347,7 @@ class _InGraph(torch.autograd.Function):
         rows = [rows_of(gradient) for gradient in gradients]
         casts_columns = casts_for_weight and any(trains)
         casts = [cast(r, E5M2, rowwise, None, needs_x, casts_columns) for r in rows]
-        dx = None
+        dx: Any = None
         if needs_x:
             values, scales = _casts_of_weights(weights, numbers, rowwise, True, gradients[0])
             for (one, _), value, scale in zip(casts, values, scales, strict=True):

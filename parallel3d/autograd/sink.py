@@ -180,13 +180,13 @@ class GradientSink:
             else:
                 parameter.grad = None
 
-    def touched(self, replayed: Iterable[nn.Parameter] = ()) -> set[nn.Parameter]:
-        """Return the parameters to whose accumulators anything was added since `open`.
+    def replayed(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note that the replay of a CUDA graph has added to these parameters' accumulators."""
+        for entry in map(self._ledger.__getitem__, parameters):
+            entry.touched = entry.holds_gradient = True
 
-        replayed: those to which the replay of a CUDA graph has just added.
-        """
-        for parameter in replayed:
-            self._ledger[parameter].touched = self._ledger[parameter].holds_gradient = True
+    def touched(self) -> set[nn.Parameter]:
+        """Return the parameters to whose accumulators anything was added since `open`."""
         return {parameter for parameter, entry in self._ledger.items() if entry.touched}
 
     def collect(self, parameters: Sequence[nn.Parameter], keep: bool) -> set[int]:
@@ -347,7 +347,7 @@ class GradientSink:
         self.add(parameter, gradient)
         return parameter
 
-    def takes(self, parameter: Tensor) -> bool:
+    def __contains__(self, parameter: Tensor) -> bool:
         """Return whether gradients of `parameter` come here."""
         return parameter in self._ledger
 

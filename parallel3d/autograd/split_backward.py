@@ -270,7 +270,7 @@ class _SplitForward:
         if not (torch.is_grad_enabled() and _splits(layer, input)) or torch._C._are_functorch_transforms_active():
             return self._ordinary(layer, input)
         weight, compiles = layer._parameters["weight"], torch.compiler.is_compiling()
-        if not (is_in_graph([port], [weight]) if compiles else port.sink.takes(weight)):
+        if not (is_in_graph([port], [weight]) if compiles else weight in port.sink):
             return self._ordinary(layer, input)
         if isinstance(layer, nn.Linear):
             bias = layer._parameters["bias"]

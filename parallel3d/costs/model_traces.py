@@ -145,7 +145,7 @@ class ModelTraces:
             tensors = self._modules[kind, True][1]
             self._tables[kind] = max(self._tables.get(kind, 0), whole.tables, split.tables)
             made = _make_profile(layer_name(layer), whole, split, tie=tie, tables=self._tables[kind], **tensors)
-            if isinstance(layer, TiedLayerSpec) and self._model.precision.weights is None:
+            if isinstance(layer, TiedLayerSpec) and not self._model.policy.fuses:
                 attributes = layer.tied_weight_attr
                 tied = [p for n, p in made.parameters if any(n == a or n.startswith(a + ".") for a in attributes)]
                 made = replace(made, tied_gradient=sum(parameter.nbytes for parameter in tied))
@@ -154,8 +154,7 @@ class ModelTraces:
 
     def _trace(self, kind: int, x: TensorTree, splits: bool, policy: SelectivePolicy | None) -> LayerTrace:
         precision, fakes = self._model.precision, self._fakes
-        # Whole backwards of half-precision weights also add past autograd.
-        splittable = splits or precision.weights is not None
+        splittable = splits or self._model.policy.fuses
         if (kind, splittable) in self._modules:
             return self._run(self._modules[kind, splittable][0], x, splits, policy)
         layer = self._model.distinct[kind]

@@ -159,7 +159,6 @@ class Engine:
             self.reports.monitor.begin(self.progress.global_steps + 1, self.progress.global_samples)
             loaded = self.data.next(data_iter if data_iter is not None else self.data.iterator, most)
             self.data.warn_of_sizes(loaded[0], len(loaded[1]))
-            self.pipeline_module.train()
             self.update.reducer.start_step()
             batch, result = self._runner.run(loaded, training=True)
             num_micro_batches = len(batch.signatures)

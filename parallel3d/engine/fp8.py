@@ -110,10 +110,13 @@ def _sizes(linear: nn.Module) -> Sequence[int]:
 
 
 def _attach(linear: nn.Module, fp8: Fp8, sink: GradientSink) -> None:
+    group, dim = None, None
+    if isinstance(linear, (ColumnParallelLinear, RowParallelLinear)) and linear.group.size > 1:
+        group, dim = linear.group, 0 if isinstance(linear, ColumnParallelLinear) else 1
+    layer = fp8.layers[linear] = Fp8Linear(fp8, sink, group, dim)
     if isinstance(linear, (ColumnParallelLinear, RowParallelLinear)):
-        dim = 0 if isinstance(linear, ColumnParallelLinear) else 1
-        linear.use_fp8(Fp8Linear(fp8, sink, linear.group, dim) if linear.group.size > 1 else Fp8Linear(fp8, sink))
+        linear.use_fp8(layer)
     else:
         make_splittable(linear, sink)
         forward: Any = linear.forward
-        forward.__self__.compute_by(Fp8Linear(fp8, sink).forward)
+        forward.__self__.compute_by(layer.forward)

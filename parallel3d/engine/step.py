@@ -97,7 +97,7 @@ class BatchRunner:
         dynamic = config.pipeline.shapes == "dynamic" or model.dynamic_shape
         self._messages = Messages(transport, model.device, dynamic)
         self._units = units
-        self._executor = _executor_kind(config, model, update.policy)(
+        self._executor = _executor_kind(config, model, update.policy, self.fp8)(
             model, self._messages, update.reducer, update.sharded.gather, precision, on_loss, units
         )
 
@@ -108,7 +108,7 @@ class BatchRunner:
         """
         program = self.programs.get(num_micro_batches, training=True)
         splits = any(i.op is Op.BACKWARD_WEIGHT for i in program.instructions[self._model.stage_id])
-        if splits or self._update.policy.weight_dtype is not None:
+        if splits or self._update.policy.fuses:
             make_splittable(self._model, self._update.reducer.sink)
         if self.fp8.config.enabled:
             check_device(self._model.device)
@@ -148,6 +148,8 @@ class BatchRunner:
     ) -> tuple[Batch, BatchResult]:
         """Run a batch. loaded: its micro-batches and signatures, as TrainingData.next returns them."""
         micro_batches, signatures = loaded
+        if training and not all(module.training for module in self._model.modules()):
+            self._model.train()  # which takes a millisecond of a small model's step
         weight = 1.0 / (len(signatures) * self._groups.data.size)
         streams = [self.stream(m) for m in range(len(signatures))] if training else []
         scale = self._update.loss_scale
@@ -208,11 +210,11 @@ def evaluating(model: PipelineModule) -> Iterator[None]:
             module.training = mode
 
 
-def _executor_kind(config: Config, model: PipelineModule, policy: ZeroPolicy) -> Callable[..., Executor]:
+def _executor_kind(config: Config, model: PipelineModule, policy: ZeroPolicy, fp8: Fp8) -> Callable[..., Executor]:
     if not config.compile.cuda_graphs:
         return Executor
     check_cuda_graphs(config, model, policy)
-    return partial(GraphedExecutor, CudaGraphs(model.device))
+    return partial(GraphedExecutor, CudaGraphs(model.device), fp8.cast_weights)
 
 
 def _lifetimes(stages: Sequence[tuple[Mapping[int, int], Mapping[int, ChunkUses]]], limits: LiveLimits) -> Lifetimes:

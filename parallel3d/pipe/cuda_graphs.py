@@ -2,13 +2,14 @@
 
 Every forward, backward, BACKWARD_INPUT and BACKWARD_WEIGHT of a program is captured by itself, in the program's order, into one
 pool of memory. Replays keep that order, so tensors share memory over instructions as they do without graphs. What enters or
-leaves an instruction (inputs, labels, gradients, losses) is copied; messages and reductions run between the graphs.
+leaves an instruction (inputs, labels, gradients, losses) is copied; messages, reductions and casts of weights run between the
+graphs.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -41,7 +42,6 @@ def check_cuda_graphs(config: Config, module: PipelineModule, policy: ZeroPolicy
         "offloaded state (zero_optimization.offload_optimizer, offload_param)": policy.offload or policy.weight_offload,
         "reduction in every micro-batch (zero_optimization.reduce_per_micro_batch)": policy.reduce_per_micro_batch,
         "a changing loss scale (fp16.loss_scale 0)": config.fp16.enabled and not config.fp16.loss_scale,
-        "fp8 (fp8.enabled)": config.fp8.enabled,
         "recomputed layers (pipeline.activation_checkpoint_interval)": policies and not in_graphs,
         "check_numerics": config.check_numerics,
     }
@@ -164,10 +164,12 @@ class GraphedExecutor(Executor):
 
     A micro-batch of other shapes runs without graphs, and so does a program of another number of micro-batches until it runs
     three times in a row. Parameters that are frozen, or trained again, begin anew.
+
+    prepare: called with the modules of a chunk in each step, outside of graphs: it computes from weights what stays in a step.
     """
 
-    def __init__(self, graphs: CudaGraphs, *args: Any, **kwargs: Any):
-        self._graphs = graphs
+    def __init__(self, graphs: CudaGraphs, prepare: Callable[[Iterable[nn.Module]], None], *args: Any, **kwargs: Any):
+        self._graphs, self._prepare = graphs, prepare
         self._works: dict[Instruction, _Work] = {}
         self._mode = _Mode.EAGER
         self._captured: Program | None = None
@@ -179,6 +181,7 @@ class GraphedExecutor(Executor):
         super()._clear()
         self._received: dict[Cell, tuple[Structure, list[Tensor]]] = {}
         self._graphed: set[Cell] = set()
+        self._prepared: set[int] = set()
 
     def run(
         self, program: Program, owners: Sequence[tuple[int, ...]], batch: Batch, record: Recorder, wait: Recorder
@@ -255,6 +258,9 @@ class GraphedExecutor(Executor):
             for call in calls:
                 if call.module is not None:
                     self._module.wait_for_weights(call.module)
+                    if chunk not in self._prepared:
+                        self._prepare(call.module.modules())
+        self._prepared.add(chunk)
 
     def _give(self, cell: Cell, inputs: tuple[Structure, list[Tensor]], labels: tuple[Structure, list[Tensor]]) -> None:
         """Put a forward's inputs and labels where it takes them from."""
@@ -363,5 +369,5 @@ class GraphedExecutor(Executor):
         work.graph.replay()
         if work.drawing is None:
             work.drawing = self._graphs.drew(drawing)
-        self._reducer.sink.touched(work.arrives)
+        self._reducer.sink.replayed(work.arrives)
         return [output.clone() for output in work.outputs]

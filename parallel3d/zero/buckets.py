@@ -14,7 +14,7 @@ from parallel3d.errors import ExecutionError
 from parallel3d.parameters import ParameterInfo
 from parallel3d.zero.host_shards import HostShards
 from parallel3d.zero.layout import BucketLayout, lay_out
-from parallel3d.zero.policy import ZeroPolicy
+from parallel3d.zero.policy import COPIED_NUMEL, ZeroPolicy
 from parallel3d.zero.values import make_whole
 from parallel3d.zero.weights import ShardedWeights, WeightState, cut
 
@@ -154,10 +154,24 @@ class Bucket:
             return [Span(slice(0, self.numel), tuple(ParameterShard(i, i.parameter, g, 0, at) for i, g, at in infos))]
         length = self.shard.stop - self.shard.start
         if self.copies_gradients and not self.is_offloaded:
-            first, whole = self.shard.start, self._cut_pieces(slice(0, length))
-            return [Span(slice(p.place - first, p.place - first + p.master.numel()), (p,)) for p in whole]
+            return list(self._whole_pieces(slice(0, length)))
         parts = [slice(start, min(start + longest, length)) for start in range(0, length, max(longest, 1))]
         return [Span(part, tuple(self._cut_pieces(part))) for part in parts]
+
+    def _whole_pieces(self, part: slice) -> Iterator[Span]:
+        """Yield spans of whole pieces, each of one piece or of at most COPIED_NUMEL / 4 elements."""
+        pieces: list[ParameterShard] = []
+        for piece in self._cut_pieces(part):
+            if pieces and piece.place + piece.master.numel() - pieces[0].place > COPIED_NUMEL // 4:
+                yield self._span_of(pieces)
+                pieces = []
+            pieces.append(piece)
+        if pieces:
+            yield self._span_of(pieces)
+
+    def _span_of(self, pieces: Sequence[ParameterShard]) -> Span:
+        start, end = pieces[0].place - self.shard.start, pieces[-1].place + pieces[-1].master.numel() - self.shard.start
+        return Span(slice(start, end), tuple(pieces))
 
     def _cut_pieces(self, part: slice) -> Iterator[ParameterShard]:
         """Yield the parts of parameters that lie in a part of the shard."""
@@ -187,14 +201,14 @@ class Bucket:
         fp16 the values that the loss scale has kept from underflow would be lost. gradients: a copy of the span's gradients.
         """
         flat = self.gradient_shard[span.part] if gradients is None else gradients
-        in_place = not self.copies_gradients
-        if factor is not None and in_place:
-            flat.mul_(factor)  # in one pass
+        if flat.dtype != self.master_dtype:
+            flat = flat.to(self.master_dtype)
+        if factor is not None:
+            flat.mul_(factor)
         for piece in span.pieces:
             piece.master.grad = None  # it is the accumulator if the parameter is its own master
             if piece.info.parameter not in untouched:
-                gradient = self.part_of(piece, flat, span.part.start).to(self.master_dtype)
-                piece.master.grad = gradient if factor is None or in_place else gradient.mul_(factor)
+                piece.master.grad = self.part_of(piece, flat, span.part.start)
 
     def part_of(self, piece: ParameterShard, flat: Tensor, start: int = 0) -> Tensor:
         """Return a piece's part of a flat tensor, in the master's shape. start: where the tensor begins in the shard."""

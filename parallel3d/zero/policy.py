@@ -88,9 +88,10 @@ class ZeroPolicy:
     bucket_size: largest number of elements of a gradient bucket; weight_dtype: dtype of the layers' weights, None for the
     one they were built in; gradient_dtype: dtype of the accumulators, None for the wider of fp32 and the weights' dtype;
     communication_dtype: dtype of reductions, None for the accumulators'; reduce_per_micro_batch: only from stage 2 on, reduce
-    in every micro-batch's backward, so that unsharded gradients are never held; largest_whole: with stage 3, weights of units
-    of at most this number of elements are whole on every rank; offload: how optimizer state is kept on the host, if it is;
-    weight_offload: likewise of the weights' shards.
+    in every micro-batch's backward, so that unsharded gradients are never held; fuses: whether whole
+    backwards of linears and embeddings add weight gradients to the accumulators past autograd, which would write, read and add
+    them once more; largest_whole: with stage 3, weights of units of at most this number of elements are whole on every rank;
+    offload: how optimizer state is kept on the host, if it is; weight_offload: likewise of the weights' shards.
     """
 
     stage: int
@@ -99,6 +100,7 @@ class ZeroPolicy:
     gradient_dtype: torch.dtype | None = None
     communication_dtype: torch.dtype | None = None
     reduce_per_micro_batch: bool = False
+    fuses: bool = False
     largest_whole: int = 0
     offload: OptimizerOffload | None = None
     weight_offload: WeightOffload | None = None
@@ -136,14 +138,22 @@ def make_policy(
     communication = config.communication_data_type
     size = sum(i.parameter.numel() for i in parameters) * (DTYPES[accumulators].itemsize if accumulators else 4)
     too_large = size > _SHARE * _memory(device)
-    per_micro_batch = too_large if zero.reduce_per_micro_batch == "auto" else zero.reduce_per_micro_batch
+    per_micro_batch = zero.stage >= 2 and (
+        too_large if zero.reduce_per_micro_batch == "auto" else zero.reduce_per_micro_batch
+    )
+    gradient_dtype = DTYPES[accumulators] if accumulators else None
+    # Where autograd itself can add to the accumulators, functions in Python would cost the host more than they save the device.
+    # In graphs no Python runs, or none that the device waits for.
+    in_graphs = config.compile.enabled or config.compile.cuda_graphs
+    by_autograd = gradient_dtype == weight_dtype and not (per_micro_batch or in_graphs or config.fp8.enabled)
     return ZeroPolicy(
         stage=zero.stage,
         bucket_size=min(zero.reduce_bucket_size, zero.allgather_bucket_size),
         weight_dtype=weight_dtype,
-        gradient_dtype=DTYPES[accumulators] if accumulators else None,
+        gradient_dtype=gradient_dtype,
         communication_dtype=DTYPES[communication] if communication else None,
-        reduce_per_micro_batch=zero.stage >= 2 and per_micro_batch,
+        reduce_per_micro_batch=per_micro_batch,
+        fuses=weight_dtype is not None and not by_autograd,
         largest_whole=zero.stage3_param_persistence_threshold,
         offload=_offload(zero, config.aio),
         weight_offload=_weight_offload(zero, config.aio, shard_numel),

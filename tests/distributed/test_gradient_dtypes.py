@@ -150,3 +150,27 @@ def test_an_own_optimizer_trains_as_torch_does(run_ranks, own: str, zero: dict[s
         assert found_losses == pytest.approx(losses, rel=1e-6)
         assert found_norms == pytest.approx(norms, rel=1e-6)
         assert all(torch.equal(found, weight) for found, weight in zip(found_weights, weights, strict=True))
+
+
+def way_of_linear(accumulators: str, **config: Any) -> str:
+    """The name of the function of autograd by which an engine computes a bf16 linear in training."""
+    module = nn.Sequential(nn.Linear(4, 4))
+    engine, *_ = parallel3d.initialize(
+        model=module,
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "SGD"},
+            "bf16": {"enabled": True},
+            "data_types": {"grad_accum_dtype": accumulators},
+            "steps_per_print": None,
+            **config,
+        },
+    )
+    return str(engine(torch.ones(1, 4)).grad_fn.name())
+
+
+def test_what_autograd_can_add_is_left_to_it(run_ranks):
+    (own,) = run_ranks(1, way_of_linear, "bf16")
+    (wider,) = run_ranks(1, way_of_linear, "fp32")
+    assert own.startswith("AddmmBackward")
+    assert wider.startswith("SplitLinear")

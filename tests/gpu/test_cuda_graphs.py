@@ -23,6 +23,7 @@ from parallel3d.pipe import PipelineModule
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 BF16 = {"bf16": {"enabled": True}}
+FP8 = {**BF16, "fp8": {"enabled": True}}
 GRAPHS = {"compile": {"cuda_graphs": True}}
 ACCUMULATION = 4
 
@@ -46,7 +47,7 @@ def release() -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "tied", "config"),
-    [("1f1b", False, BF16), ("1f1b", True, {}), ("zb-h1", False, BF16), ("zb-h1", True, {})],
+    [("1f1b", False, BF16), ("1f1b", True, {}), ("zb-h1", False, FP8), ("zb-h1", True, {})],
 )
 def test_graphs_train_bitwise_as_without_on_one_gpu(schedule: str, tied: bool, config: dict[str, Any]):
     runs = [train(1, {"schedule": schedule}, tied, {**config, **changes}) for changes in (GRAPHS, {})]
@@ -79,7 +80,7 @@ DECODER = DecoderConfig(
 )
 
 
-def train_decoder(schedule: str, **compiled: Any) -> tuple[list[Tensor], int]:
+def train_decoder(schedule: str, precision: dict[str, Any], **compiled: Any) -> tuple[list[Tensor], int]:
     """Losses, norms and weights after seven steps, on the host, and the most bytes reserved, without those of before."""
     release()
     before = torch.cuda.memory_reserved()
@@ -92,7 +93,7 @@ def train_decoder(schedule: str, **compiled: Any) -> tuple[list[Tensor], int]:
         "pipeline": {"schedule": schedule},
         "attention": {"backend": "math"},  # whose backward is deterministic
         "compile": compiled,
-        **BF16,
+        **precision,
     }
     model = PipelineModule(decoder(DECODER), num_stages=1, loss_fn=causal_lm_loss, seed_layers=True, config=config)
     engine, *_ = parallel3d.initialize(model=model, config=config)
@@ -106,11 +107,12 @@ def train_decoder(schedule: str, **compiled: Any) -> tuple[list[Tensor], int]:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("precision", [BF16, FP8], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_graphs_of_a_decoder(schedule: str, compiled: bool):
+def test_graphs_of_a_decoder(schedule: str, precision: dict[str, Any], compiled: bool):
     """With fused products into fp32, dropout, and compiled the operators of in_graph.py."""
-    plain, reserved = train_decoder(schedule, enabled=compiled)
-    graphed, graphed_reserved = train_decoder(schedule, enabled=compiled, cuda_graphs=True)
+    plain, reserved = train_decoder(schedule, precision, enabled=compiled)
+    graphed, graphed_reserved = train_decoder(schedule, precision, enabled=compiled, cuda_graphs=True)
     for got, wanted in zip(graphed, plain, strict=True):
         assert torch.equal(got, wanted)
     assert graphed_reserved <= 1.1 * reserved + 2**26, "CUDA graphs reserve more memory"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from reference import distance
 
-from parallel3d.kernels.fp8 import E4M3, E5M2, cast, multiply, multiply_into, multiply_ref
+from parallel3d.kernels.fp8 import E4M3, E5M2, cast, multiply, multiply_into, multiply_ref, round_on_gpu, round_ref
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="needs tensor cores for fp8"
@@ -31,6 +31,29 @@ def test_all_products_of_a_layer(rowwise: bool, dtype: torch.dtype, tokens: int)
     (rows, columns), (straight, transposed), (g, g_columns) = results[1]
     for a, b in ((rows, straight), (g, transposed), (g_columns, columns)):
         assert distance(multiply(a, b, dtype), multiply_ref(a, b, dtype)) < 4e-3
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("shape", [(1, 16), (250, 400), (2560, 6912)])
+@pytest.mark.parametrize("rowwise", [False, True])
+def test_casts_in_one_pass_are_those_of_the_operators(dtype: torch.dtype, shape: tuple[int, int], rowwise: bool):
+    """To the bit: of a matrix that is not contiguous, of subnormal results, of what is not finite."""
+    rows, columns = shape
+    x = torch.randn(columns, rows, device="cuda", dtype=torch.bfloat16).t() ** 9
+    x = torch.where(x.abs() < torch.finfo(dtype).max / 8, x, x.sign())
+    x[0, 3] = float("nan")
+    scales = [torch.rand(n, 1, device="cuda") * 8 if rowwise else torch.full((), 3.0, device="cuda") for n in shape]
+    pairs = []
+    for scale, other in (scales, (scales[0], None), (None, scales[1])):
+        pairs += zip(round_on_gpu(x, dtype, scale, other), round_ref(x, dtype, scale, other), strict=True)
+    x[0, 2:4] = torch.tensor([float("-inf"), 1.0])
+    pairs += zip(cast(x, dtype, rowwise), cast(x.cpu(), dtype, rowwise), strict=True)
+    for got, wanted in pairs:
+        assert (got is None) == (wanted is None)
+        if got is not None and wanted is not None:
+            own, right = (scaled.values.cpu().float().nan_to_num(7.0) for scaled in (got, wanted))
+            assert torch.equal(own, right)
+            assert torch.equal(got.inverse_scale.cpu(), wanted.inverse_scale.cpu())
 
 
 @pytest.mark.parametrize("adds", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 from parallel3d.comm.collectives import Group
 from parallel3d.parameters import ParameterInfo
+from parallel3d.zero import buckets as buckets_module
 from parallel3d.zero.buckets import Bucket, make_buckets
 from parallel3d.zero.layout import ALIGNMENT
 from parallel3d.zero.memory import predict_state, unit_sizes
@@ -44,6 +46,8 @@ def buckets_of_ranks(
     stage=st.sampled_from([0, 1, 2]),
     per_micro_batch=st.booleans(),
     weight_dtype=st.sampled_from([None, torch.bfloat16]),
+    gradient_dtype=st.sampled_from([None, torch.float64]),
+    copied_numel=st.integers(1, 800),
     bucket_size=st.integers(1, 400),
 )
 def test_partition_reduce_update_gather_is_the_identity_on_layout(
@@ -53,10 +57,16 @@ def test_partition_reduce_update_gather_is_the_identity_on_layout(
     stage: int,
     per_micro_batch: bool,
     weight_dtype: torch.dtype | None,
+    gradient_dtype: torch.dtype | None,
+    copied_numel: int,
     bucket_size: int,
 ):
-    policy = ZeroPolicy(stage, bucket_size, weight_dtype, reduce_per_micro_batch=stage == 2 and per_micro_batch)
-    ranks = buckets_of_ranks(shapes, owners, num_ranks, policy)
+    per_micro_batch = stage == 2 and per_micro_batch
+    policy = ZeroPolicy(stage, bucket_size, weight_dtype, gradient_dtype, reduce_per_micro_batch=per_micro_batch)
+    with mock.patch.object(buckets_module, "COPIED_NUMEL", copied_numel):
+        ranks = buckets_of_ranks(shapes, owners, num_ranks, policy)
+    for span in [span for b in ranks[0] for span in b.spans if b.copies_gradients and b.master is not None]:
+        assert len(span.pieces) == 1 or span.part.stop - span.part.start <= copied_numel // 4
     masters = [info.parameter.detach().clone() for info in build(shapes, owners, seed=1)]
     gradients = [info.parameter.detach().clone() for info in build(shapes, owners, seed=2)]
     for same in zip(*ranks, strict=True):  # one bucket, as each rank sees it
