@@ -15,8 +15,7 @@ def run(options: argparse.Namespace) -> int:
     import torch  # noqa: F401 (before the fork: both processes need it)
 
     process = None
-    is_alone = options.compare or options.calibrate or options.measure is not None  # they run autograd, or CUDA, before
-    if len(os.sched_getaffinity(0)) > 1 and options.model and not is_alone:
+    if len(os.sched_getaffinity(0)) > 1 and options.model and not options.compare:
         process = ForkedCalls(["torch._dynamo", "parallel3d.planner.predict.profile", "parallel3d.models"])
     from parallel3d.cli import plan  # it takes as long as those imports
 
