@@ -12,7 +12,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from parallel3d.errors import ExecutionError, Parallel3DError
+from parallel3d.errors import Parallel3DError
 
 
 class Service(Protocol):
@@ -40,22 +40,21 @@ class ForkedCalls:
     def begin(self, service: Service, ahead: Sequence[Any]) -> bool:
         """Give the process a copy of its function, and keys to call it for in this order before they are asked for.
 
-        Return whether that worked: a function can refer to what can't be pickled.
+        Return whether that could be sent: a function may refer to what can't be pickled.
         """
         try:
-            given = pickle.dumps((service, ahead))
+            self._connection.send_bytes(pickle.dumps((service, ahead)))
         except Exception:  # whatever an object's own code raises
             return False
-        self._connection.send_bytes(given)
         return True
 
     def __call__(self, key: Any) -> Any:
-        """Return the function's result. Raises what the function raised, and ExecutionError if the process has ended."""
+        """Return the result, None if the process has ended. Raises the Parallel3DError that the function raised."""
         try:
             self._connection.send(key)
             result = pickle.loads(self._connection.recv_bytes())  # noqa: S301 (of our own process)
-        except (EOFError, OSError) as error:
-            raise ExecutionError("the process that traces layers has ended early; its error is above") from error
+        except (EOFError, OSError):
+            return None
         if isinstance(result, Parallel3DError):
             raise result
         return result
@@ -68,7 +67,7 @@ def _serve(connection: Connection, other_end: Connection, imports: Sequence[str]
         import_module(name)
     try:
         service, keys = pickle.loads(connection.recv_bytes())  # noqa: S301 (of our own process)
-    except EOFError:
+    except Exception:  # nothing was given, or a function of a module that only the other process has imported
         return
     ahead: deque[Any] = deque(keys)
     called = cache(lambda key: _result(service, key))

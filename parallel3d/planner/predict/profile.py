@@ -67,7 +67,9 @@ class ModelProfile:
         rule = policy_rule(config.pipeline.checkpointable_layers, policies, self.names)
         self._given = [rule(k, layer) for k, layer in enumerate(self.specs)]
         self._in_other_layers: dict[tuple[int, ...], ModelProfile] = {}
-        self._ask: Callable[[_Traced], tuple[LayerProfile, ...]] | None = None
+        self._elsewhere: tuple[ForkedCalls, int] | None = (
+            None  # process that traces, and the number of this profile there
+        )
         self._slicings: dict[_Slicing, ModelTraces] = {}
         self._traced: dict[object, tuple[LayerProfile, ...]] = {}
         self._profiles: dict[tuple[_Slicing, int, bool, SelectivePolicy | None], tuple[LayerProfile, ...]] = {}
@@ -93,7 +95,7 @@ class ModelProfile:
         profiles = [self, *self._in_other_layers.values()]
         if process.begin(_Traces(profiles), [(0, traced) for traced in ahead]):
             for number, profile in enumerate(profiles):
-                profile._ask = partial(_ask, process, number)
+                profile._elsewhere = process, number
 
     def with_zero(self, config: Config) -> ModelProfile:
         """Return the profile, with the same traces, under a configuration that differs in zero_optimization alone."""
@@ -227,12 +229,12 @@ class ModelProfile:
 
     def _at_samples(self, slicing: _Slicing, policy: SelectivePolicy | None, samples: int) -> tuple[LayerProfile, ...]:
         key = slicing, policy, samples
-        if key not in self._traced and self._ask is not None:
-            self._traced[key] = self._ask(key)
-        elif key not in self._traced:
-            if slicing not in self._slicings:
+        if key not in self._traced:
+            process, number = self._elsewhere or (None, 0)
+            found = None if process is None else process((number, key))
+            if slicing not in self._slicings and found is None:
                 self._slicings[slicing] = ModelTraces(self._traceable, *slicing)
-            self._traced[key] = self._slicings[slicing].profiles(self.specs, policy, samples)
+            self._traced[key] = found or self._slicings[slicing].profiles(self.specs, policy, samples)
         return self._traced[key]
 
 
@@ -249,11 +251,6 @@ class _Traces:
         """Return the same of the other profiles, after layers of the first one that are recomputed in part."""
         number, traced = key
         return [(n, traced) for n in range(1, len(self._profiles)) if number == 0 and traced[1] is not None]
-
-
-def _ask(process: ForkedCalls, number: int, traced: _Traced) -> tuple[LayerProfile, ...]:
-    found: tuple[LayerProfile, ...] = process((number, traced))
-    return found
 
 
 def _at(micro_batch: int, traced: Callable[[int], tuple[LayerProfile, ...]]) -> tuple[LayerProfile, ...]:
