@@ -1,7 +1,8 @@
-"""Calls in a process that is forked from this one, imports what they need and works ahead."""
+"""Calls in processes that are forked from this one, import what they need and work ahead."""
 
 from __future__ import annotations
 
+import os
 import pickle
 import signal
 from collections import deque
@@ -24,35 +25,42 @@ class Service(Protocol):
     def following(self, key: Any) -> Iterable[Any]:
         """Return keys that are likely to be asked for soon after this one."""
 
+    def process(self, key: Any) -> int:
+        """Return which process calls it with this key, 0 or 1. They share nothing."""
+
 
 class ForkedCalls:
-    """Process that calls a function. imports: modules that it imports first, while this process goes on.
+    """Two processes that call a function. imports: modules that they import first, while this process goes on.
 
     No thread of this process may hold a lock that the imports or the function need.
     """
 
     def __init__(self, imports: Sequence[str] = ()):
         context = get_context("fork")
-        self._connection, served = context.Pipe()
-        context.Process(target=_serve, args=(served, self._connection, imports), daemon=True).start()
-        served.close()  # so that the end of the process ends the connection
+        self._connections, served = zip(context.Pipe(), context.Pipe(), strict=True)
+        context.Process(target=_serve, args=(served, self._connections, imports), daemon=True).start()
+        for connection in served:
+            connection.close()  # so that the end of a process ends its connection
 
     def begin(self, service: Service, ahead: Sequence[Any]) -> bool:
-        """Give the process a copy of its function, and keys to call it for in this order before they are asked for.
+        """Give each process a copy of the function, and its keys to call it for in this order before they are asked for.
 
         Return whether that could be sent: a function may refer to what can't be pickled.
         """
         try:
-            self._connection.send_bytes(pickle.dumps((service, ahead)))
+            for number, connection in enumerate(self._connections):
+                connection.send_bytes(pickle.dumps((service, [key for key in ahead if service.process(key) == number])))
         except Exception:  # whatever an object's own code raises
             return False
+        self._process = service.process
         return True
 
     def __call__(self, key: Any) -> Any:
         """Return the result, None if the process has ended. Raises the Parallel3DError that the function raised."""
+        connection = self._connections[self._process(key)]
         try:
-            self._connection.send(key)
-            result = pickle.loads(self._connection.recv_bytes())  # noqa: S301 (of our own process)
+            connection.send(key)
+            result = pickle.loads(connection.recv_bytes())  # noqa: S301 (of our own process)
         except (EOFError, OSError):
             return None
         if isinstance(result, Parallel3DError):
@@ -60,11 +68,13 @@ class ForkedCalls:
         return result
 
 
-def _serve(connection: Connection, other_end: Connection, imports: Sequence[str]) -> None:
-    other_end.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks ends this one
+def _serve(served: Sequence[Connection], others: Sequence[Connection], imports: Sequence[str]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks ends these
     for name in imports:
         import_module(name)
+    connection, other = served if os.fork() else served[::-1]
+    for end in (other, *others):
+        end.close()
     try:
         service, keys = pickle.loads(connection.recv_bytes())  # noqa: S301 (of our own process)
     except Exception:  # nothing was given, or a function of a module that only the other process has imported

@@ -133,10 +133,10 @@ class Search:
         ends = np.arange(len(cost))[:, None, None], inside[..., :-1, :, None], inside[..., 1:, None, :]
         return cost[ends].reshape(*bounds.shape[:-1], -1).take(by.chunks, axis=-1)
 
-    def _excess(self, parts_of: _PartsOf) -> FloatArray | float:
+    def _excess(self, parts_of: _PartsOf) -> FloatArray:
         """Return by which share of the limit the fullest stage holds too much."""
         if self._held is None:
-            return 0.0
+            return np.zeros(())
         return np.maximum(_largest(parts_of(self._held) @ self._stage) - 1.0, 0.0)
 
     def _score(self, parts_of: _PartsOf) -> FloatArray:

@@ -252,6 +252,10 @@ class _Traces:
         number, traced = key
         return [(n, traced) for n in range(1, len(self._profiles)) if number == 0 and traced[1] is not None]
 
+    def process(self, key: tuple[int, _Traced]) -> int:
+        """Return which of two processes traces it: all of one number of tensor-parallel ranks in one, for they share losses."""
+        return key[1][0][0].bit_length() % 2
+
 
 def _at(micro_batch: int, traced: Callable[[int], tuple[LayerProfile, ...]]) -> tuple[LayerProfile, ...]:
     """Return the profiles at a number of samples, from those that are traced at a few."""
