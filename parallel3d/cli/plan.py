@@ -27,6 +27,7 @@ from parallel3d.planner.cluster.cluster import Cluster
 from parallel3d.planner.cluster.file import default_path, load_cluster
 from parallel3d.planner.formats import duration, memory
 from parallel3d.planner.report import differences, write_report
+from parallel3d.planner.report.drawing import prepare
 from parallel3d.planner.report.scripts import SCRIPTS, commands, launch_scripts
 from parallel3d.planner.search.model import load_model
 from parallel3d.planner.search.plan import Planner, Question
@@ -79,6 +80,8 @@ def run(options: argparse.Namespace, process: ForkedCalls | None) -> int:
         model, cluster, options.global_batch, options.top, None, calibration, measured, options.auto, process
     )
     planner = Planner(question)
+    if process is not None:
+        prepare()
     result = planner.answer()
     show(result, console)
     if not result.best:
