@@ -12,11 +12,12 @@ from parallel3d.planner import rare_collections
 @rare_collections()
 def run(options: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
-    import torch  # noqa: F401 (before the fork: both processes need it)
+    import parallel3d.models  # before the fork: all processes need it
+    import parallel3d.planner.predict.profile  # noqa: F401
 
     process = None
     if len(os.sched_getaffinity(0)) > 1 and options.model and not options.compare:
-        process = ForkedCalls(["torch._dynamo", "parallel3d.planner.predict.profile", "parallel3d.models"])
+        process = ForkedCalls(["torch._dynamo"])
     from parallel3d.cli import plan  # it takes as long as those imports
 
     return plan.run(options, process)
