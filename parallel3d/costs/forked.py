@@ -7,6 +7,7 @@ import pickle
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from multiprocessing import get_context
@@ -75,21 +76,17 @@ def _serve(served: Sequence[Connection], others: Sequence[Connection], imports: 
     connection, other = served if os.fork() else served[::-1]
     for end in (other, *others):
         end.close()
-    try:
+    # Whatever fails here is done again by the process that asks, which then tells of it.
+    with suppress(Exception):
         service, keys = pickle.loads(connection.recv_bytes())  # noqa: S301 (of our own process)
-    except Exception:  # nothing was given, or a function of a module that only the other process has imported
-        return
-    ahead: deque[Any] = deque(keys)
-    called = cache(lambda key: _result(service, key))
-    while True:
-        while ahead and not connection.poll():
-            called(ahead.popleft())
-        try:
+        ahead: deque[Any] = deque(keys)
+        called = cache(lambda key: _result(service, key))
+        while True:
+            while ahead and not connection.poll():
+                called(ahead.popleft())
             key = connection.recv()
-        except EOFError:
-            return
-        connection.send_bytes(called(key))
-        ahead.extendleft(service.following(key))
+            connection.send_bytes(called(key))
+            ahead.extendleft(service.following(key))
 
 
 def _result(function: Callable[[Any], Any], key: Any) -> bytes:
