@@ -177,7 +177,7 @@ def predict(
     between, stage_numbers = [], range(layout.stages)
     for stage in stage_numbers:
         chunks = memory.chunks(replay, bounds, layout, stage).items()
-        held = {c: ChunkMemory(chunk.held, chunk.kept_input, {}) for c, chunk in chunks}
+        held = {c: ChunkMemory(chunk.held, chunk.kept_input, dict) for c, chunk in chunks}
         between.append(replay.peak(stage, held).held)
     gathered = [0] * layout.stages
     if sharded is not None:

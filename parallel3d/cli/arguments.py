@@ -146,7 +146,7 @@ def _add_plan(commands: Any) -> None:
         description="Rank the layouts in which a model can be trained on a cluster, by the step time predicted from the "
         "program that would run; no GPU is needed. Writes a configuration to run, where each rank goes, and a report.",
     )
-    parser.set_defaults(run="plan:run")
+    parser.set_defaults(run="start_plan:run")
     option = parser.add_argument
     option(
         "--model",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -19,15 +18,16 @@ from rich.table import Column, Table
 
 from parallel3d.atomic_write import write_whole
 from parallel3d.config.layout import given_section, parse_layout
+from parallel3d.costs.forked import ForkedCalls
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import find_run_records
-from parallel3d.planner import rare_collections
 from parallel3d.planner.calibrate.calibration import Calibration, calibrate, read_calibration
 from parallel3d.planner.calibrate.runs import RunPredictor, compare, print_comparison
 from parallel3d.planner.cluster.cluster import Cluster
 from parallel3d.planner.cluster.file import default_path, load_cluster
 from parallel3d.planner.formats import duration, memory
 from parallel3d.planner.report import differences, write_report
+from parallel3d.planner.report.drawing import prepare
 from parallel3d.planner.report.scripts import SCRIPTS, commands, launch_scripts
 from parallel3d.planner.search.model import load_model
 from parallel3d.planner.search.plan import Planner, Question
@@ -46,9 +46,8 @@ _OFFLOADS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-@rare_collections()
-def run(options: argparse.Namespace) -> int:
-    """Plan, or measure or compare alone; return 1 if nothing fits."""
+def run(options: argparse.Namespace, process: ForkedCalls | None) -> int:
+    """Plan, or measure or compare alone; return 1 if nothing fits. process: to trace layers in."""
     console = Console()
     console = console if console.is_terminal else Console(width=140)
     cluster = _cluster(options)
@@ -77,11 +76,12 @@ def run(options: argparse.Namespace) -> int:
         from parallel3d.planner.calibrate.measure_worker import measure_model  # it imports all that trains
 
         measured = measure_model(model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    in_two = measured is None and not options.calibrate and len(os.sched_getaffinity(0)) > 1
     question = Question(
-        model, cluster, options.global_batch, options.top, None, calibration, measured, options.auto, in_two
+        model, cluster, options.global_batch, options.top, None, calibration, measured, options.auto, process
     )
     planner = Planner(question)
+    if process is not None:
+        prepare()
     result = planner.answer()
     show(result, console)
     if not result.best:

@@ -1,79 +1,96 @@
-"""Calls of a function in a process that is forked from this one and works ahead."""
+"""Calls in processes that are forked from this one, import what they need and work ahead."""
 
 from __future__ import annotations
 
+import os
 import pickle
 import signal
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import cache
+from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import Generic, TypeVar
+from typing import Any, Protocol
 
-from parallel3d.errors import ExecutionError, Parallel3DError
-
-Key = TypeVar("Key")
-Result = TypeVar("Result")
+from parallel3d.errors import Parallel3DError
 
 
-class ForkedCalls(Generic[Key, Result]):
-    """Calls a function in a forked process, which shares all that the function refers to.
+class Service(Protocol):
+    """Function of keys. It returns what can be pickled, or raises a Parallel3DError."""
 
-    - function: returns what can be pickled, or raises a Parallel3DError; it is called once for each key.
-    - ahead: keys for which it is called before they are asked for, in this order.
-    - following: returns keys that are likely to be asked for soon after one; they come before those of `ahead`.
+    def __call__(self, key: Any) -> Any:
+        """Return the result; called once for each key."""
 
-    No thread of this process may hold a lock that the function needs.
+    def following(self, key: Any) -> Iterable[Any]:
+        """Return keys that are likely to be asked for soon after this one."""
+
+    def process(self, key: Any) -> int:
+        """Return which process calls it with this key, 0 or 1. They share nothing."""
+
+
+class ForkedCalls:
+    """Two processes that call a function. imports: modules that they import first, while this process goes on.
+
+    No thread of this process may hold a lock that the imports or the function need.
     """
 
-    def __init__(
-        self,
-        function: Callable[[Key], Result],
-        ahead: Iterable[Key] = (),
-        following: Callable[[Key], Iterable[Key]] = lambda key: (),
-    ):
+    def __init__(self, imports: Sequence[str] = ()):
         context = get_context("fork")
-        self._connection, served = context.Pipe()
-        given = served, self._connection, function, deque(ahead), following
-        context.Process(target=_serve, args=given, daemon=True).start()
-        served.close()  # so that the end of the process ends the connection
+        self._connections, served = zip(context.Pipe(), context.Pipe(), strict=True)
+        context.Process(target=_serve, args=(served, self._connections, imports), daemon=True).start()
+        for connection in served:
+            connection.close()  # so that the end of a process ends its connection
 
-    def __call__(self, key: Key) -> Result:
-        """Return function(key). Raises what the function raised, and ExecutionError if the process has ended."""
+    def begin(self, service: Service, ahead: Sequence[Any]) -> bool:
+        """Give each process a copy of the function, and its keys to call it for in this order before they are asked for.
+
+        Return whether that could be sent: a function may refer to what can't be pickled.
+        """
         try:
-            self._connection.send(key)
-            result: Result | Parallel3DError = pickle.loads(self._connection.recv_bytes())  # noqa: S301 (own process)
-        except (EOFError, OSError) as error:
-            raise ExecutionError("the process that traces layers has ended early; its error is above") from error
+            for number, connection in enumerate(self._connections):
+                connection.send_bytes(pickle.dumps((service, [key for key in ahead if service.process(key) == number])))
+        except Exception:  # whatever an object's own code raises
+            return False
+        self._process = service.process
+        return True
+
+    def __call__(self, key: Any) -> Any:
+        """Return the result, None if the process has ended. Raises the Parallel3DError that the function raised."""
+        connection = self._connections[self._process(key)]
+        try:
+            connection.send(key)
+            result = pickle.loads(connection.recv_bytes())  # noqa: S301 (of our own process)
+        except (EOFError, OSError):
+            return None
         if isinstance(result, Parallel3DError):
             raise result
         return result
 
 
-def _serve(
-    connection: Connection,
-    other_end: Connection,
-    function: Callable[[Key], Result],
-    ahead: deque[Key],
-    following: Callable[[Key], Iterable[Key]],
-) -> None:
-    other_end.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks ends this one
-
-    @cache
-    def called(key: Key) -> bytes:
-        try:
-            return pickle.dumps(function(key))
-        except Parallel3DError as error:
-            return pickle.dumps(error)
-
-    while True:
-        while ahead and not connection.poll():
-            called(ahead.popleft())
-        try:
+def _serve(served: Sequence[Connection], others: Sequence[Connection], imports: Sequence[str]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks ends these
+    for name in imports:
+        import_module(name)
+    connection, other = served if os.fork() else served[::-1]
+    for end in (other, *others):
+        end.close()
+    # Whatever fails here is done again by the process that asks, which then tells of it.
+    with suppress(Exception):
+        service, keys = pickle.loads(connection.recv_bytes())  # noqa: S301 (of our own process)
+        ahead: deque[Any] = deque(keys)
+        called = cache(lambda key: _result(service, key))
+        while True:
+            while ahead and not connection.poll():
+                called(ahead.popleft())
             key = connection.recv()
-        except EOFError:
-            return
-        connection.send_bytes(called(key))
-        ahead.extendleft(following(key))
+            connection.send_bytes(called(key))
+            ahead.extendleft(service.following(key))
+
+
+def _result(function: Callable[[Any], Any], key: Any) -> bytes:
+    try:
+        return pickle.dumps(function(key))
+    except Parallel3DError as error:
+        return pickle.dumps(error)

@@ -229,8 +229,10 @@ def _tensors_of(module: Any, weights: torch.dtype | None) -> dict[str, Any]:
         return {}
     named: dict[bool, list[tuple[str, nn.Parameter]]] = {True: [], False: []}
     for name, parameter in module.named_parameters():
-        like = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-        vars(like).update(vars(parameter))
+        # Without what a fake tensor has: its mode would be kept, and can't be sent to another process.
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        like = nn.Parameter(empty, parameter.requires_grad)
+        vars(like).update((k, v) for k, v in vars(parameter).items() if k in ("slicing", "partial_over"))
         named[parameter.requires_grad].append((name, like))
     cast = [weights if weights is not None and b.is_floating_point() else b.dtype for b in module.buffers()]
     nbytes = sum(b.numel() * dtype.itemsize for b, dtype in zip(module.buffers(), cast, strict=True))

@@ -61,6 +61,12 @@ def _environment() -> Environment:
     return environment
 
 
+def prepare() -> None:
+    """Compile all templates, for a time in which this process would wait."""
+    for name in _environment().list_templates(["html", "jinja"]):
+        _environment().get_template(name)
+
+
 def render(template: str, **values: object) -> Markup:
     """Render a file of the folder `page`; all values but Markup are escaped."""
     return Markup(_environment().get_template(template).render(values))  # noqa: S704 (escaped by the template)

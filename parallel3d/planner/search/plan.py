@@ -11,6 +11,7 @@ import numpy as np
 
 from parallel3d.config import Config, load
 from parallel3d.config.layout import Layout, PartialLayout, configuration, given_section
+from parallel3d.costs.forked import ForkedCalls
 from parallel3d.costs.layer_costs import LayerCost
 from parallel3d.costs.work import Collective
 from parallel3d.errors import ConfigError, ScheduleError
@@ -50,7 +51,7 @@ class Question:
 
     - fixed: what the user has decided of the layout; measured: see Predictor.
     - every_auto: whether schedule "auto" is planned for all listed layouts, also those with long pipelines.
-    - in_two: whether layers are traced in a forked process, in less time on two cores; autograd may not have run before.
+    - process: another process to trace layers in, if there is one.
     """
 
     model: PlannedModel
@@ -61,7 +62,7 @@ class Question:
     calibration: Calibration = field(default_factory=Calibration)
     measured: Sequence[LayerCost] | None = None
     every_auto: bool = False
-    in_two: bool = False
+    process: ForkedCalls | None = None
 
 
 class Planner:
@@ -77,12 +78,12 @@ class Planner:
         self.space = self._space(config)
         known = None if like is None else like.profile.with_zero(config)
         self.profile: ModelProfile = known or profile_of(model, cluster, config)
-        if question.in_two and known is None:
-            self._trace_in_fork()
+        if question.process is not None and known is None:
+            self._trace_in(question.process)
         self.network = Network(question.calibration.correct_cluster(cluster))
         self.predictor = Predictor(model, self.profile, self.network, question.calibration, question.measured)
 
-    def _trace_in_fork(self) -> None:
+    def _trace_in(self, process: ForkedCalls) -> None:
         space = self.space
         if space.halves.any():
             self.profile.of_layers(self._halves())
@@ -91,7 +92,7 @@ class Planner:
         policies = [POLICIES[policy] for policy in np.unique(space.policy).tolist() if policy]
         # First those that bounds of all layouts need.
         partly = [(slicing, policy, 1) for slicing in slicings for policy in policies]
-        self.profile.trace_in_fork([*((slicing, None, 1) for slicing in slicings), *partly])
+        self.profile.trace_in(process, [*((slicing, None, 1) for slicing in slicings), *partly])
 
     def _space(self, config: Config) -> Space:
         question, fixed = self.question, self.question.fixed

@@ -151,8 +151,8 @@ def test_an_output_taken_on_its_own_rank_is_held_once():
     """zbv on 2 stages: the last stage hands chunk 1's output to chunk 2, whose weight gradients keep it."""
     handed, deferred = 100, 7
     chunks = {
-        1: ChunkMemory(ChunkBytes(saved=handed, deferred=1), 0, {}),
-        2: ChunkMemory(ChunkBytes(saved=10, deferred=deferred), handed, {}),
+        1: ChunkMemory(ChunkBytes(saved=handed, deferred=1), 0, dict),
+        2: ChunkMemory(ChunkBytes(saved=10, deferred=deferred), handed, dict),
     }
     program = lower(build("zbv", 2, 4, 2, "v"))
     flight = MemoryReplay(program).peak(1, chunks)

@@ -1,0 +1,23 @@
+"""Start of `p3d plan`: a second process imports torch's compiler, which traces need, while this one imports the planner."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from parallel3d.costs.forked import ForkedCalls
+from parallel3d.planner import rare_collections
+
+
+@rare_collections()
+def run(options: argparse.Namespace) -> int:
+    """Run the command; return its exit code."""
+    import parallel3d.models  # before the fork: all processes need it
+    import parallel3d.planner.predict.profile  # noqa: F401
+
+    process = None
+    if len(os.sched_getaffinity(0)) > 1 and options.model and not options.compare:
+        process = ForkedCalls(["torch._dynamo"])
+    from parallel3d.cli import plan  # it takes as long as those imports
+
+    return plan.run(options, process)
