@@ -78,8 +78,8 @@ class _Csv:
                 if file.tell() == 0:  # else a restarted training continues
                     csv.writer(file).writerow(["step", name.rpartition("/")[2]])
             csv.writer(self._files[name]).writerow([samples, value])
-        for file in self._files.values():
-            file.flush()
+        for each in self._files.values():
+            each.flush()
 
 
 class _Tensorboard:
