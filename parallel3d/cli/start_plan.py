@@ -15,8 +15,9 @@ def run(options: argparse.Namespace) -> int:
     import parallel3d.models  # before the fork: all processes need it
     import parallel3d.planner.predict.profile  # noqa: F401
 
-    process = None
-    if len(os.sched_getaffinity(0)) > 1 and options.model and not options.compare:
+    process, target = None, options.model
+    # Layers of a user's function may hold weights, and be of classes that other processes haven't imported.
+    if len(os.sched_getaffinity(0)) > 1 and target and ":" not in target and not options.compare:
         process = ForkedCalls(["torch._dynamo"])
     from parallel3d.cli import plan  # it takes as long as those imports
 
