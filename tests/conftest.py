@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from ranks import RankPool
 
 # How long an example takes says more of the machine than of what is tested.
-settings.register_profile("unhurried", settings(), deadline=None)
+settings.register_profile("unhurried", settings(), deadline=None, max_examples=50)  # others in each run
+settings.register_profile("full", settings.get_profile("unhurried"), max_examples=100)
 settings.register_profile("long", settings.get_profile("unhurried"), max_examples=5000)  # of make fuzz
 settings.load_profile("unhurried")
 
@@ -50,6 +51,8 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("full") and not config.getoption("--hypothesis-profile"):
+        settings.load_profile("full")
     if "fork_server" in getattr(config, "workerinput", {}):
         from ranks import join_fork_server
 

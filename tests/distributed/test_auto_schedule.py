@@ -173,6 +173,7 @@ def other_numbers(changes: dict[int, int], steps: int) -> tuple[list[tuple[int, 
     return trained, engine.schedule_plan, engine.global_steps
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("number", [2, 7])
 def test_another_batch_size_starts_the_measuring_anew(run_ranks, number: int):
     for trained, plan, _ in run_ranks(2, other_numbers, {3: number}, 3 + 1 + 8):
