@@ -256,7 +256,10 @@ def test_markdown_table_replaces_its_section_alone():
 
 
 # Sections that show some cases of a run only: newer runs replace the others.
-SHOWN = {"final-dp4": ["dp4-zero1-bf16acc-compile-cudnn", "ds-dp4-zero1"]}
+SHOWN = {
+    "final-dp4": ["dp4-zero1-bf16acc-compile-cudnn", "ds-dp4-zero1"],
+    "1b-eager": ["pp1-bf16acc-cudnn", "plain-pp1-cudnn"],
+}
 
 
 def test_tables_of_the_pages_are_those_of_the_results():

@@ -22,11 +22,10 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 # Last, so that a package that PYTHONPATH names goes before this checkout's.
@@ -36,6 +35,7 @@ import plan_accuracy
 import torch
 from accuracy import peak_errors
 from host import cuda_version, find_gpus
+from policies import policy_table, verdicts
 from results import as_markdown, as_text
 from run import describe_run, split_names
 from torch import Tensor
@@ -49,12 +49,9 @@ from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.search.model import PlannedModel, load_model
 
 HOW = ("eager", "compiled")
-Row = Mapping[str, Any]
 # Words of the layout of each policy, and of each model whose peaks are measured.
 WORDS = {"none": "", "cheap": ",cheap", "attention": ",attention", "full": ",ckpt1"}
 LAYOUTS = {"1b": "m2,mb4", "3b": "m2", "tiny": "m2"}
-# Of "none": the bytes and the time of "cheap", compiled. Of the best fixed policy that fits: the time of "auto".
-HELD, TIME, AUTO = 0.66, 1.015, 1.01
 PEAK = 0.03  # of the error of predicted peaks
 GIB = 2**30
 EVALUATION = 20.0  # seconds that predictions of peaks may take
@@ -242,57 +239,6 @@ def measure(model: PlannedModel, work: Workload, how: str, on_gpu: bool) -> list
     ]
 
 
-def _fixed(row: Row, rows: Sequence[Row]) -> dict[str, Row]:
-    """Return the rows of fixed policies beside a row, by policy."""
-    return {r["policy"]: r for r in rows if r["how"] == row["how"] and r["policy"] != "auto"}
-
-
-def block_table(rows: Sequence[Row]) -> list[list[str]]:
-    """Rows of text: what a block holds and how long it takes under each policy, beside "none"."""
-    table = [["how", "policy", "GiB a block", "of none", "predicted", "ms a block", "min-max", "of none"]]
-    for row in rows:
-        none, guess, name = _fixed(row, rows)["none"], row["predicted_gib"], row["policy"]
-        if name == "auto":
-            own = ", ".join(f"{number} {policy}" for policy, number in row["policies"].items())
-            name = f"auto in {row['budget_gib']:.3f} GiB: {own}"
-        table.append(
-            [
-                row["how"],
-                name,
-                f"{row['gib']:.3f}",
-                f"{row['gib'] / none['gib']:.3f}",
-                "" if guess is None else f"{guess:.3f} ({guess / row['gib'] - 1:+.1%})",
-                f"{median(row['ms']):.3f}",
-                f"{min(row['ms']):.3f}-{max(row['ms']):.3f}",
-                f"{median(row['ms']) / median(none['ms']):.3f}",
-            ]
-        )
-    return table
-
-
-def _beside(what: str, value: float, limit: float) -> str:
-    return f"{what} {value:.3f} ({'limit' if value <= limit else 'MORE THAN'} {limit})"
-
-
-def verdicts(rows: Sequence[Row]) -> list[str]:
-    """Sentences: what "cheap" holds and takes of "none", and "auto" of the best fixed policy that fits its budget."""
-    lines = []
-    for row in rows:
-        fixed, ms = _fixed(row, rows), median(row["ms"])
-        if row["policy"] == "cheap":
-            held, slower = row["gib"] / fixed["none"]["gib"], ms / median(fixed["none"]["ms"])
-            lines.append(
-                f"{row['how']} cheap: {_beside('bytes of none', held, HELD)}, {_beside('time', slower, TIME)}."
-            )
-        if row["policy"] == "auto":
-            fitting = [r for r in fixed.values() if r["needed_gib"] <= row["budget_gib"]]
-            best = min(fitting, key=lambda r: median(r["ms"]))
-            slower = _beside(f"time of {best['policy']}", ms / median(best["ms"]), AUTO)
-            room = _beside("GiB", row["needed_gib"], round(row["budget_gib"], 3))
-            lines.append(f"{row['how']} auto: {room}, {slower}.")
-    return lines
-
-
 def measure_peaks(models: Sequence[str], args: argparse.Namespace, budget: float) -> int:
     """Train each model under each policy and print its peaks; 0 if all trained. budget: seconds."""
     layouts = [f"{model}:{LAYOUTS[model]}{words}" for model in models for words in WORDS.values()]
@@ -313,18 +259,24 @@ def main() -> int:
     gpus = find_gpus() if not args.cpu and cuda_version() else []
     work = Workload(args.model, args.seq, args.micro_batch, args.blocks, args.calls, args.repeats)
     model = load_model(work.model, work.seq)
-    run = describe_run(args, gpus, work, "recomputation.py") | {"blocks": []}
+    run = describe_run(args, gpus, work, "recomputation.py") | {"policies": []}
     print(f"{run['hardware']['name']}, commit {run['commit']}", flush=True)
     for how in split_names(args.how):
-        run["blocks"] += measure(model, work, how, bool(gpus))
+        run["policies"] += measure(model, work, how, bool(gpus))
         gc.collect()
         torch.cuda.empty_cache()
         args.out.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
-        table = block_table(run["blocks"])
+        table = policy_table(run["policies"])
         print(
-            "", as_text(table), "", *verdicts(run["blocks"]), f"{time.monotonic() - begin:.0f} s", sep="\n", flush=True
+            "",
+            as_text(table),
+            "",
+            *verdicts(run["policies"]),
+            f"{time.monotonic() - begin:.0f} s",
+            sep="\n",
+            flush=True,
         )
-    if run["blocks"]:
+    if run["policies"]:
         print("", as_markdown(table), "", sep="\n", flush=True)
         parallel3d.comm.destroy()
     models = split_names(args.peaks)

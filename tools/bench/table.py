@@ -15,6 +15,8 @@ from typing import Any
 
 from accuracy import accuracy_table, unmeasured, verdicts
 from deviations import deviation_table, verdict
+from policies import policy_table
+from policies import verdicts as policy_verdicts
 from results import agreement, as_markdown, block_table, describe_agreement, make_table, rooflines
 from zero_rows import TITLES, table
 
@@ -114,6 +116,15 @@ def fp8_section(run: Mapping[str, Any]) -> str:
     return "\n".join([_where(run), how, "", as_markdown(block_table(run["blocks"])), "", f"`{run['command']}`"])
 
 
+def policies_section(run: Mapping[str, Any]) -> str:
+    """Return the section of policies of recomputation: what was run where, the table, the verdicts."""
+    work, rows = run["workload"], run["policies"]
+    how = f"{work['blocks']} blocks of {work['model']}, {work['micro_batch']} x {work['seq']} tokens; medians of "
+    how += f"{work['repeats']} turns."
+    lines = [_where(run), how, "", as_markdown(policy_table(rows)), "", *policy_verdicts(rows)]
+    return "\n".join([*lines, "", f"`{run['command']}`"])
+
+
 def zero_section(run: Mapping[str, Any]) -> str:
     """Return the section of the comparisons of ZeRO: what was run where, the tables."""
     work = run["workload"]
@@ -132,7 +143,7 @@ def zero_section(run: Mapping[str, Any]) -> str:
 def make_section(run: Mapping[str, Any], baselines: Sequence[str] = ()) -> str:
     """Return the section of any run. baselines: cases to compare with, first choice first."""
     kinds = {"curves": curves_section, "layouts": plan_section, "measured": communication_section}
-    kinds |= {"zero_tables": zero_section, "blocks": fp8_section}
+    kinds |= {"zero_tables": zero_section, "blocks": fp8_section, "policies": policies_section}
     make = next((make for key, make in kinds.items() if key in run), partial(section, baselines=baselines))
     return make(run)
 
