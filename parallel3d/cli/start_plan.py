@@ -16,8 +16,9 @@ def run(options: argparse.Namespace) -> int:
     import parallel3d.planner.predict.profile  # noqa: F401
 
     process, target = None, options.model
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1  # Linux; elsewhere a fork is not safe
     # Layers of a user's function may hold weights, and be of classes that other processes haven't imported.
-    if len(os.sched_getaffinity(0)) > 1 and target and ":" not in target and not options.compare:
+    if cores > 1 and target and ":" not in target and not options.compare:
         process = ForkedCalls(["torch._dynamo"])
     from parallel3d.cli import plan  # it takes as long as those imports
 
