@@ -16,7 +16,8 @@ def run(options: argparse.Namespace) -> int:
     import parallel3d.planner.predict.profile  # noqa: F401
 
     process, target = None, options.model
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1  # Linux; elsewhere a fork is not safe
+    # On Linux alone: elsewhere a fork is not safe.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     # Layers of a user's function may hold weights, and be of classes that other processes haven't imported.
     if cores > 1 and target and ":" not in target and not options.compare:
         process = ForkedCalls(["torch._dynamo"])
