@@ -70,7 +70,9 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.utils.tensor_fragment import fragment_address, safe_get_full_grad
 assert ZeroStageEnum(2) is ZeroStageEnum.gradients
-from deepspeed.launcher import multinode_runner
+from deepspeed.launcher import multinode_runner, runner
+assert runner.encode_world_info({{"a": [0, 1]}}) == "eyJhIjogWzAsIDFdfQ=="
+assert callable(runner.parse_resource_filter) and callable(runner._parse_hostfile)
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 zero = DeepSpeedZeroConfig(stage3_gather_fp16_weights_on_model_save=True, cpu_offload=True, stage=3)
 assert (zero.gather_16bit_weights_on_model_save, zero.overlap_comm, zero.offload_optimizer.device) == (True, True, "cpu")
