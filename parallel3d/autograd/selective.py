@@ -150,7 +150,7 @@ def kept(what: str, compute: Callable[[], Sequence[Tensor]], saves: int) -> tupl
 
 def selective_contexts(keeps_attention: bool) -> Callable[[], tuple[AbstractContextManager[Any], ...]]:
     """Return `context_fn` of torch.utils.checkpoint.checkpoint: it makes contexts for a region's forward and recomputation."""
-    # PyTorch 2.11 calls it where it no longer says that it compiles.
+    # Asked here, not in the functions: PyTorch 2.11 calls them where torch.compiler.is_compiling() returns False again.
     make = _contexts_in_graph if torch.compiler.is_compiling() else _eager_contexts
     return partial(make, keeps_attention)
 

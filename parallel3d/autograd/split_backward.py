@@ -332,7 +332,7 @@ def make_splittable(module: nn.Module, sink: GradientSink, least_work: int = 0) 
     they compute the same as before. A call of a plain layer is not split if its weight is frozen, parametrized or in no sink,
     under autocast or under torch.func. Idempotent; another sink replaces the first.
 
-    least_work: multiply-adds of a call's product; those of fewer are left to autograd.
+    least_work: calls of linears with fewer multiply-adds, and of embeddings unless it is 0, are left to autograd.
     """
     for layer in module.modules():
         if isinstance(layer, SplittableLayer):

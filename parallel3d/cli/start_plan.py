@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from importlib import import_module
 
 from parallel3d.costs.forked import ForkedCalls
 from parallel3d.planner import rare_collections
@@ -12,9 +13,8 @@ from parallel3d.planner import rare_collections
 @rare_collections()
 def run(options: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
-    import parallel3d.models  # before the fork: all processes need it
-    import parallel3d.planner.predict.profile  # noqa: F401
-
+    for name in ("models", "planner.predict.profile"):  # before the fork: all processes need them
+        import_module(f"parallel3d.{name}")
     process, target = None, options.model
     # On Linux alone: elsewhere a fork is not safe.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1

@@ -17,8 +17,8 @@ from parallel3d.schedule.lifetimes import NEVER, LiveLimits, live_choices
 _SHARE = 0.1
 # Most elements whose gradients are copied into the masters' dtype at a time, unless one tensor has more: 256 MiB in fp32.
 COPIED_NUMEL = 2**26
-# Multiply-adds of a weight gradient, 0.15 ms of an H100 in bf16, from which it is added past autograd where that could add it
-# itself: that saves the device a pass over memory, and takes the host a function in Python.
+# Multiply-adds (0.15 ms on an H100 in bf16) from which a weight gradient is added past autograd though autograd could add it:
+# that saves the device a pass over memory, and costs the host a call of a Python function.
 _WORTH_FUSING = 5 * 10**10
 # Most elements of a buffer of the window: 64 MiB in fp32, long enough for the full rate of a link.
 _WINDOW = 1 << 24
@@ -146,7 +146,7 @@ def make_policy(
         too_large if zero.reduce_per_micro_batch == "auto" else zero.reduce_per_micro_batch
     )
     gradient_dtype = DTYPES[accumulators] if accumulators else None
-    # Whether autograd itself can add to the accumulators. Where the host replays graphs it has no time to lose.
+    # Whether autograd may add to the accumulators. Not in CUDA graphs, whose replays call no Python function.
     by_autograd = gradient_dtype == weight_dtype and not (
         per_micro_batch or config.compile.cuda_graphs or config.fp8.enabled
     )

@@ -68,7 +68,7 @@ def verdict(run: Mapping[str, Any]) -> str:
     far = [name for name in run["cases"] if not _passes(name, run["curves"][name], plain)]
     found = f"NOT WITHIN NOISE: {', '.join(far)}" if far else "all cases lie within noise"
     if len(plain) == 1:
-        return f"Beside one run in bf16 {found}."
+        return f"Compared with one run in bf16: {found}."
     return f"Noise of bf16, the widest spread of {len(plain)} runs at any step: {noise(plain):.4f} nats; {found}."
 
 
