@@ -18,6 +18,10 @@ from torch import Tensor, nn
 from parallel3d.engine import step
 
 BF16 = {"bf16": {"enabled": True}}
+SELECTIVE = {
+    "compile": {"enabled": True, "backend": "aot_eager"},
+    "activation_checkpointing": {"policy": {"Attention": "attention", "default": "cheap"}},
+}
 
 
 @pytest.mark.parametrize(
@@ -28,12 +32,14 @@ BF16 = {"bf16": {"enabled": True}}
         (2, 2, {"schedule": "zbv", "num_chunks": 2, "placement": "v"}, False, BF16),
         (1, 1, {"schedule": "zb-h1"}, False, {**BF16, "fp8": {"enabled": True}}),
         (2, 1, {"schedule": "1f1b"}, True, {**BF16, "zero_optimization": {"stage": 1, "reduce_bucket_size": 1500}}),
+        (1, 1, {"schedule": "zb-h1"}, False, SELECTIVE),
     ],
 )
 def test_graphs_train_bitwise_as_without(
     run_ranks, ranks: int, pp: int, pipeline: dict[str, Any], tied: bool, config: dict[str, Any]
 ):
-    graphed = run_ranks(ranks, train, pp, pipeline, tied, {**config, "compile": {"cuda_graphs": True}})
+    compiled = {**config.get("compile", {}), "cuda_graphs": True}
+    graphed = run_ranks(ranks, train, pp, pipeline, tied, {**config, "compile": compiled})
     plain = run_ranks(ranks, train, pp, pipeline, tied, config)
     check(graphed, plain)
 
