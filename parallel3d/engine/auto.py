@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 from statistics import median
 
@@ -151,7 +152,9 @@ class AutoSchedule:
         of_chunk = [[o[c] for _, o, _ in everyone if c in o] for c in range(len(self._model.placement))]
         # At least one byte: a chunk that holds nothing could run ahead without limit.
         held, deferred = (tuple(max(1.0, *(pair[k] for pair in pairs)) for pairs in of_chunk) for k in (0, 1))
-        room = [min(r for stage, _, r in everyone if stage == s) for s in range(self._model.num_stages)]
+        # A memory budget for which recomputation was chosen holds for the program, too.
+        most = [inf] * self._model.num_stages if self._model.predicted is None else self._model.predicted.limit
+        room = [min(most[s], *(r for stage, _, r in everyone if stage == s)) for s in range(self._model.num_stages)]
         return held, deferred, room
 
     def _stored_plan(self) -> Plan | None:

@@ -227,13 +227,18 @@ def _peak(instructions: Sequence[Instruction], memory: Memory) -> float:
     return max(accumulate(changes[i.op][i.chunk] for i in instructions), default=0.0)
 
 
-def first_plan(placement: Sequence[int], num_micro_batches: int, max_in_flight: float) -> Plan:
-    """Return the plan to run before anything is measured: every backward split, equal times on all chunks.
+def first_plan(
+    placement: Sequence[int], num_micro_batches: int, max_in_flight: float, predicted: Measured | None = None
+) -> Plan:
+    """Return the plan to run before anything is measured: every backward split.
 
-    max_in_flight: activations in flight, as a multiple of those of 1F1B on its first rank.
+    - max_in_flight: activations in flight, as a multiple of those of 1F1B on its first rank.
+    - predicted: of the chunks; without it, times are equal on all of them, and memory is not limited any further.
     """
     ones = (1.0,) * len(placement)
-    guessed = Measured.of(placement, decoder_cost, ones, ones, max_in_flight)
+    guessed = predicted or Measured.of(placement, decoder_cost, ones, ones, max_in_flight)
+    most = limits(placement, guessed.needed, max_in_flight)
+    guessed = guessed.model_copy(update={"limit": tuple(map(min, guessed.limit, most))})
     program = search("auto", tuple(placement), num_micro_batches, guessed, guessed.cost)
     return _plan("search", program, simulate(program, guessed.cost).makespan, guessed)
 
