@@ -39,7 +39,9 @@ def train(pp: int, pipeline: dict[str, Any], tied: bool, config: dict[str, Any])
             **config,
         )
     per_step = ACCUMULATION * engine.grid.get_data_parallel_world_size()
-    kinds = ["lengths" if 0 <= k - 4 * per_step < per_step / 2 else "tuple" for k in range(STEPS * per_step)]
+    # The integer of a tuple, which each layer counts up, is compiled anew in each layer.
+    usual = "tensor" if config.get("compile", {}).get("enabled") else "tuple"
+    kinds = ["lengths" if 0 <= k - 4 * per_step < per_step / 2 else usual for k in range(STEPS * per_step)]
     data = [toy.micro_batch(k, kind) for k, kind in enumerate(kinds)]
     run = run_steps(engine, own_iterator(engine, data), STEPS)
     program = engine._runner.programs.get(ACCUMULATION, training=True).instructions[engine.pipeline_module.stage_id]

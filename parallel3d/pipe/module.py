@@ -136,7 +136,7 @@ class PipelineModule(nn.Module):
         with seeded(seed, self.device):
             sample = make_sample(sample_input, sample_labels, loss_fn, config)
             splitter = LayerSplitter(layers, settings, self.placement, context, sample)
-            self.partition, self.policies = splitter.split(config)
+            self.partition, self.policies, self.predicted = splitter.split(config)
         self._place(layers, seed, context)
 
     def _join(self, settings: BuildSettings, shards_layers: bool, host: HostShards | None) -> None:

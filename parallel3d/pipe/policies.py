@@ -1,7 +1,8 @@
 """Policy "auto": what the backward of each layer recomputes, so that every stage fits a budget of memory at the least cost.
 
-Each step gives one layer the policy that costs the least time for the memory it saves. Work and memory are those of the
-layers' traces (costs/model_traces.py), on which the planner's predictions rest too.
+Each step gives one layer the policy that costs the least time for the memory it saves. Under schedule "auto" the policies are
+chosen together with the program: what is recomputed makes room for more micro-batches in flight, and so for a shorter bubble.
+Work and memory are those of the layers' traces (costs/model_traces.py), on which the planner's predictions rest too.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
+from math import ceil
+from operator import add
 
 import torch
 
@@ -19,10 +23,16 @@ from parallel3d.costs.devices import compute_seconds, preset_devices
 from parallel3d.costs.layer_costs import Sample
 from parallel3d.costs.layer_profile import LayerProfile, recomputed
 from parallel3d.costs.model_traces import ModelTraces, TracedModel, rows_of
+from parallel3d.costs.work import Work
 from parallel3d.errors import ConfigError
+from parallel3d.schedule.auto import Measured, Plan, make_plan
+from parallel3d.schedule.instructions import Program, chunks_by_rank
+from parallel3d.schedule.list_clock import SPLIT_OPS
+from parallel3d.schedule.memory import ChunkBytes, bytes_in_flight
 from parallel3d.specs import BuildContext, Layer
 
 _DEVICE = "H100"  # whose rates time layers. Only their ratios count.
+_STEPS, _HALVINGS = 8, 3  # between the numbers of micro-batches in flight that are tried
 _SHARE = 0.9  # of a device's memory, without memory_budget: the rest is for what tensors don't take
 
 # (stage, bytes that a micro-batch holds on each chunk until its backward, and with deferred weight gradients) -> most bytes.
@@ -34,8 +44,9 @@ Traces = Mapping[RecomputationPolicy, Sequence[LayerProfile]]
 class Option:
     """A layer under a policy.
 
-    seconds: what a micro-batch's recomputation takes. Bytes of a micro-batch: saved for its backward, the layer's inputs
-    included; deferred, held for weight gradients after it; within, what its backward takes besides.
+    Seconds of a micro-batch: seconds, its recomputation; times, its forward, input gradient and weight gradient. Bytes of a
+    micro-batch: saved for its backward, the layer's inputs included; deferred, held for weight gradients after it; within,
+    what its backward takes besides.
     """
 
     policy: RecomputationPolicy
@@ -43,6 +54,7 @@ class Option:
     saved: int
     deferred: int
     within: int
+    times: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
 def trace_policies(layers: Sequence[Layer], sample: Sample, config: Config, context: BuildContext) -> Traces:
@@ -58,7 +70,7 @@ def trace_policies(layers: Sequence[Layer], sample: Sample, config: Config, cont
 
 def options_of(traces: Traces, k: int, splits: bool) -> list[Option]:
     """Return layer k under each policy, "none" first. splits: whether weight gradients are deferred."""
-    plain = _seconds_of(traces["none"][k])
+    plain = _seconds_of(traces["none"][k].forward + traces["none"][k].backward)
     options = []
     for policy, profiles in traces.items():
         profile = profiles[k]
@@ -73,12 +85,15 @@ def options_of(traces: Traces, k: int, splits: bool) -> list[Option]:
         later = held.deferred
         deferred = later.own + sum(profile.inputs[i] for i in later.inputs)
         deferred += sum(outputs[i] for i in later.output_gradients)
-        options.append(Option(policy, _seconds_of(profile) - plain, saved, splits * deferred, within))
+        seconds = _seconds_of(profile.forward + profile.backward) - plain
+        forward, given, weight = profile.forward, profile.input_gradient, profile.weight_gradient
+        times = _seconds_of(forward), _seconds_of(given), _seconds_of(weight)
+        options.append(Option(policy, seconds, saved, splits * deferred, within, times))
     return options
 
 
-def _seconds_of(profile: LayerProfile) -> float:
-    devices, work = preset_devices(), profile.forward + profile.backward
+def _seconds_of(work: Work) -> float:
+    devices = preset_devices()
     links = devices.wiring(_DEVICE)
     assert links is not None
     sent = sum(collective.nbytes for collective in work.collectives)
@@ -106,6 +121,101 @@ def choose(
         for k, option in least.chosen.items():
             chosen[k] = option
     return [option.policy for option in chosen], found
+
+
+def in_flight_of(program: Program) -> InFlight:
+    """Return what a program's micro-batches in flight hold."""
+
+    def held(stage: int, saved: Mapping[int, int], deferred: Mapping[int, int]) -> int:
+        chunks = {c: ChunkBytes(saved=nbytes, deferred=deferred.get(c, 0)) for c, nbytes in saved.items()}
+        return max(bytes_in_flight(program.instructions[stage], chunks))
+
+    return held
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Policies of all layers, the bytes of each stage, and under schedule "auto" the predicted plan."""
+
+    policies: Sequence[RecomputationPolicy]
+    held: Sequence[float]
+    plan: Plan | None = None
+
+    def rank(self, budget: float) -> tuple[bool, float]:
+        """Order choices: those that fit by the plan's length, then the others by their bytes."""
+        assert self.plan is not None
+        return max(self.held) > budget, max(self.held) if max(self.held) > budget else self.plan.makespan
+
+
+def choose_with_program(
+    options: Sequence[Sequence[Option]],
+    bounds: Sequence[int],
+    placement: Sequence[int],
+    state: Sequence[int],
+    num_micro_batches: int,
+    max_in_flight: float,
+    budget: float,
+) -> Choice:
+    """Return the policies whose shortest program that fits is the shortest, as a simulation of it says.
+
+    Tried are each policy alone, and what costs the least for a number of micro-batches in flight: evenly spaced numbers, and
+    then those between the best one and its neighbours. For other arguments see `choose`.
+
+    - max_in_flight: the most activations in flight, as a multiple of those of 1F1B on its first rank.
+    """
+    tried: dict[tuple[RecomputationPolicy, ...], Choice] = {}
+
+    def weigh(policies: Sequence[RecomputationPolicy]) -> tuple[bool, float]:
+        if tuple(policies) not in tried:
+            chosen = [next((o for o in own if o.policy == p), own[0]) for own, p in zip(options, policies, strict=True)]
+            tried[tuple(policies)] = with_plan(
+                chosen, bounds, placement, state, num_micro_batches, max_in_flight, budget
+            )
+        return tried[tuple(policies)].rank(budget)
+
+    for policy in dict.fromkeys(option.policy for own in options for option in own):
+        weigh([policy] * len(options))
+    most = min(num_micro_batches, max_in_flight * (max(placement) + 1))
+    step, found = (most - 1) / _STEPS, dict[float, tuple[bool, float]]()
+    numbers = [1 + k * step for k in range(_STEPS + 1)]
+    for _ in range(_HALVINGS + 1):
+        for number in numbers:
+            found[number] = weigh(choose(options, bounds, placement, state, partial(_of_each, number), budget)[0])
+        step, best = step / 2, min(found, key=lambda number: found[number])
+        numbers = [max(1.0, best - step), min(most, best + step)]
+    return min(tried.values(), key=lambda choice: choice.rank(budget))
+
+
+def _of_each(number: float, stage: int, saved: Mapping[int, int], deferred: Mapping[int, int]) -> int:
+    return ceil(number * sum(max(nbytes, deferred.get(c, 0)) for c, nbytes in saved.items()))
+
+
+def with_plan(
+    chosen: Sequence[Option],
+    bounds: Sequence[int],
+    placement: Sequence[int],
+    state: Sequence[int],
+    num_micro_batches: int,
+    max_in_flight: float,
+    budget: float,
+) -> Choice:
+    """Return these options, one of each layer, with the shortest program that fits. For other arguments see the above."""
+    chunks = [range(*own) for own in pairwise(bounds)]
+    times = {op: [sum(chosen[k].times[n] for k in own) for own in chunks] for n, op in enumerate(SPLIT_OPS)}
+    held = [max(1, sum(chosen[k].saved for k in own)) for own in chunks]
+    deferred = [max(1, sum(chosen[k].deferred for k in own)) for own in chunks]
+    layers = [[k for c in own for k in chunks[c]] for own in chunks_by_rank(placement)]
+    others = [sum(state[k] for k in own) + max((chosen[k].within for k in own), default=0) for own in layers]
+    measured = Measured.of(
+        placement,
+        lambda i: times[i.op][i.chunk] if i.op in times else 0.0,
+        held,
+        deferred,
+        max_in_flight,
+        [budget - own for own in others],
+    )
+    plan = make_plan(placement, num_micro_batches, measured)
+    return Choice([option.policy for option in chosen], list(map(add, plan.held, others)), plan)
 
 
 class _Stage:
@@ -184,13 +294,13 @@ def budget_of(given: float | None, context: BuildContext) -> float:
     return min(all_gather_object(own, context.groups.control))
 
 
-def describe_choice(
-    policies: Sequence[RecomputationPolicy], bounds: Sequence[int], placement: Sequence[int], held: Sequence[int]
-) -> str:
+def describe_choice(choice: Choice, bounds: Sequence[int], placement: Sequence[int]) -> str:
     """Format how many layers of each stage have each policy, and the bytes of its tensors."""
     lines = []
-    for stage, nbytes in enumerate(held):
-        own = [policies[k] for c, s in enumerate(placement) if s == stage for k in range(bounds[c], bounds[c + 1])]
+    for stage, nbytes in enumerate(choice.held):
+        own = [
+            choice.policies[k] for c, s in enumerate(placement) if s == stage for k in range(bounds[c], bounds[c + 1])
+        ]
         counts = ", ".join(f"{number} {policy}" for policy, number in Counter(own).items())
         lines.append(f"stage {stage}: layers {counts}; {nbytes / 2**30:.4g} GiB")
     return "\n".join(lines)

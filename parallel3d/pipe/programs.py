@@ -36,7 +36,7 @@ class Programs:
         lifetimes: Lifetimes | None = None,
     ):
         self._lifetimes = lifetimes
-        self._settings, self._placement = module.settings, module.placement
+        self._settings, self._placement, self._predicted = module.settings, module.placement, module.predicted
         self._pipeline = pipeline
         self._partitioned = partitioned
         self.reduce_per_micro_batch = reduce_per_micro_batch
@@ -70,7 +70,7 @@ class Programs:
             if self.plan is None:
                 # Until it is known what fits into memory, hold no more activations than 1F1B.
                 multiple = min(self._pipeline.max_in_flight or 1.0, 1.0)
-                self.plan = first_plan(self._placement, num_micro_batches, multiple)
+                self.plan = first_plan(self._placement, num_micro_batches, multiple, self._predicted)
             program = self.plan.program(num_micro_batches)
         validate(program)
         whole = add_collectives(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from math import ceil
@@ -23,12 +23,22 @@ from parallel3d.optim.optimizers import empty_optimizer
 from parallel3d.optim.precision import make_precision
 from parallel3d.parameters import ParameterInfo
 from parallel3d.partition import MEASURED, Partition, StageLimit, resolve_partition
-from parallel3d.pipe.policies import InFlight, budget_of, choose, describe_choice, options_of, trace_policies
+from parallel3d.pipe.policies import (
+    Choice,
+    budget_of,
+    choose,
+    choose_with_program,
+    describe_choice,
+    in_flight_of,
+    options_of,
+    trace_policies,
+)
 from parallel3d.pipe.settings import BuildSettings, Policies, policy_rule
 from parallel3d.rng import generator_states, set_generator_states
+from parallel3d.schedule.auto import Measured
 from parallel3d.schedule.builders import build, placement_of
 from parallel3d.schedule.instructions import Instruction, Op
-from parallel3d.schedule.memory import ChunkBytes, bytes_in_flight, most_in_flight
+from parallel3d.schedule.memory import most_in_flight
 from parallel3d.schedule.search import Memory, search
 from parallel3d.schedule.timing import decoder_cost, simulate
 from parallel3d.schedule.zero_bubble import DEFAULT_MAX_IN_FLIGHT
@@ -79,8 +89,10 @@ class LayerSplitter:
             self._policies.append(policies(k, shown) if repeats else "none")
         self._recomputed = [policy == "full" for policy in self._policies]
 
-    def split(self, config: Source) -> tuple[Partition, Policies]:
+    def split(self, config: Source) -> tuple[Partition, Policies, Measured | None]:
         """Return the partition that the settings ask for, and the layers' policies of recomputation.
+
+        Where these are "auto", and schedule "auto" chooses the program, also what is predicted of its chunks under them.
 
         config: sections besides `pipeline` are read only for max_stage_bytes, and for policy "auto". Raises PartitionError, and
         ConfigError if policies are "auto" and there is no sample.
@@ -98,12 +110,12 @@ class LayerSplitter:
             limit=None if settings.max_stage_bytes is None else self._limit(settings.max_stage_bytes, config),
             step=partial(step_length, load_sections(config, "pipeline").pipeline, *shape),
         )
-        return partition, self._choose_policies(partition, config)
+        return partition, *self._choose_policies(partition, config)
 
-    def _choose_policies(self, partition: Partition, source: Source) -> Policies:
-        """Return the settings' policies; if some are "auto", a policy for each layer, by its index. Collective."""
+    def _choose_policies(self, partition: Partition, source: Source) -> tuple[Policies, Measured | None]:
+        """Return the settings' policies; if some are "auto", a policy for each layer, by its index. See split. Collective."""
         if "auto" not in self._policies:
-            return self._settings.checkpoint_policy
+            return self._settings.checkpoint_policy, None
         config = source if isinstance(source, Config) else read(source).config
         if self._sample is None:
             raise ConfigError(
@@ -111,32 +123,27 @@ class LayerSplitter:
                 "(the inputs of one micro-batch) to PipelineModule, on every rank, or use another policy"
             )
         budget = budget_of(config.activation_checkpointing.memory_budget, self._context)
-        splits, in_flight = self._held_in_flight(config)
+        pipeline, number, first = config.pipeline, self._num_micro_batches(config), self._context.groups.rank == 0
+        program = None if pipeline.schedule == "auto" else self._settings.program(pipeline, number)
+        splits = program is None or any(i.op is Op.BACKWARD_WEIGHT for own in program.instructions for i in own)
         traces = trace_policies(self._layers, self._sample, config, self._context)
         options = [options_of(traces, k, splits) for k in range(len(self._layers))]
         options = [[o for o in own if p in ("auto", o.policy)] for own, p in zip(options, self._policies, strict=True)]
         where = partition.bounds, self._placement
-        choice = choose(options, *where, self._state(config), in_flight, budget)
-        chosen, held = all_gather_object(choice, self._context.groups.control)[0]
-        if self._context.groups.rank == 0:
-            what = f"recomputation for {budget / 2**30:.4g} GiB:\n{describe_choice(chosen, *where, held)}"
-            (logger.info if max(held) <= budget else logger.warning)("%s", what)
-        return ReadOnlyMapping({str(k): p for k, p in enumerate(chosen) if p != "none"} | {"default": "none"})
-
-    def _held_in_flight(self, config: Config) -> tuple[bool, InFlight]:
-        """Return whether the configured schedule defers weight gradients, and what its micro-batches in flight hold."""
-        given, counts = config.pipeline, self._in_flight(config)
-        if given.schedule == "auto":
-            return True, lambda stage, saved, deferred: sum(
-                counts[c] * max(nbytes, deferred.get(c, 0)) for c, nbytes in saved.items()
-            )
-        program = self._settings.program(given, self._num_micro_batches(config))
-
-        def held(stage: int, saved: Mapping[int, int], deferred: Mapping[int, int]) -> int:
-            chunks = {c: ChunkBytes(saved=nbytes, deferred=deferred.get(c, 0)) for c, nbytes in saved.items()}
-            return max(bytes_in_flight(program.instructions[stage], chunks))
-
-        return any(i.op is Op.BACKWARD_WEIGHT for own in program.instructions for i in own), held
+        choice: Choice | None = None
+        if program is not None:
+            choice = Choice(*choose(options, *where, self._state(config), in_flight_of(program), budget))
+        elif first:
+            number = min(number, _MICRO_BATCHES_PER_STAGE * self._settings.num_stages)
+            most = pipeline.max_in_flight or DEFAULT_MAX_IN_FLIGHT
+            choice = choose_with_program(options, *where, self._state(config), number, most, budget)
+        choice = all_gather_object(choice, self._context.groups.control)[0]
+        assert choice is not None
+        if first:
+            what = f"recomputation for {budget / 2**30:.4g} GiB:\n{describe_choice(choice, *where)}"
+            (logger.info if max(choice.held) <= budget else logger.warning)("%s", what)
+        chosen = {str(k): policy for k, policy in enumerate(choice.policies) if policy != "none"}
+        return ReadOnlyMapping(chosen | {"default": "none"}), choice.plan and choice.plan.measured
 
     def _costs(self) -> list[float]:
         method = self._settings.partition_method

@@ -86,7 +86,8 @@ class Plan(BaseModel):
 
     name: the search or the schedule that made the shortest program; makespan: predicted seconds to the end of all reductions;
     exposed: the part of makespan that gathers and reductions add; bubble: predicted share, without them; held: the most
-    bytes of each rank; instructions: each rank's compute instructions, as in a schedule that the user writes.
+    bytes of each rank; waits_for_host: the largest share of a rank's compute time in which its device waits for the host, if
+    CUDA graphs can be captured; instructions: each rank's compute instructions, as in a schedule that the user writes.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -99,7 +100,13 @@ class Plan(BaseModel):
     bubble: float
     held: tuple[float, ...]
     measured: Measured
+    waits_for_host: float = 0.0
     instructions: tuple[tuple[str, ...], ...]
+
+    @property
+    def captures(self) -> bool:
+        """Whether CUDA graphs are captured: most of a rank's compute time is the host's."""
+        return self.waits_for_host > 0.5
 
     def program(self, num_micro_batches: int) -> Program:
         """Return the planned program; for another number of micro-batches, the best one for the same measurements."""
@@ -220,13 +227,18 @@ def _peak(instructions: Sequence[Instruction], memory: Memory) -> float:
     return max(accumulate(changes[i.op][i.chunk] for i in instructions), default=0.0)
 
 
-def first_plan(placement: Sequence[int], num_micro_batches: int, max_in_flight: float) -> Plan:
-    """Return the plan to run before anything is measured: every backward split, equal times on all chunks.
+def first_plan(
+    placement: Sequence[int], num_micro_batches: int, max_in_flight: float, predicted: Measured | None = None
+) -> Plan:
+    """Return the plan to run before anything is measured: every backward split.
 
-    max_in_flight: activations in flight, as a multiple of those of 1F1B on its first rank.
+    - max_in_flight: activations in flight, as a multiple of those of 1F1B on its first rank.
+    - predicted: of the chunks; without it, times are equal on all of them, and memory is not limited any further.
     """
     ones = (1.0,) * len(placement)
-    guessed = Measured.of(placement, decoder_cost, ones, ones, max_in_flight)
+    guessed = predicted or Measured.of(placement, decoder_cost, ones, ones, max_in_flight)
+    most = limits(placement, guessed.needed, max_in_flight)
+    guessed = guessed.model_copy(update={"limit": tuple(map(min, guessed.limit, most))})
     program = search("auto", tuple(placement), num_micro_batches, guessed, guessed.cost)
     return _plan("search", program, simulate(program, guessed.cost).makespan, guessed)
 

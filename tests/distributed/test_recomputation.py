@@ -34,6 +34,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.models import DecoderConfig, causal_lm_loss, decoder
 from parallel3d.pipe import PipelineModule
 from parallel3d.pipe.settings import policy_rule
+from parallel3d.schedule.instructions import COMPUTE_OPS
 
 HIDDEN, STEPS, ACCUMULATION = 8, 2, 3
 CALLS: Counter[int] = Counter()
@@ -184,15 +185,18 @@ Memory = dict[str, tuple[int, int]]
 
 
 def train_decoder(
-    schedule: str, policy: Any, budget: float | None, compiled: bool = False
-) -> tuple[list[float], list[str], dict[int, int], Memory]:
-    """Losses, and of this rank the policies of its layers, what each layer holds, and its memory."""
+    schedule: Any, policy: Any, budget: float | None, compiled: bool = False, **pipeline: Any
+) -> tuple[list[float], list[str], dict[int, int], list[list[str]], Memory]:
+    """Losses, and of this rank the policies of its layers, what each layer holds, the first program, and its memory.
+
+    Of schedule "auto" it is the memory of the planned program.
+    """
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": ACCUMULATION,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "steps_per_print": None,
-        "pipeline": {"stages": get_world_size(), "schedule": schedule, "partition": "uniform"},
+        "pipeline": {"stages": get_world_size(), "schedule": schedule, "partition": "uniform", **pipeline},
         "activation_checkpointing": {"policy": policy, "memory_budget": budget},
         "compile": {"enabled": compiled, "backend": "aot_eager", "layers": ["Block"]},
     }
@@ -202,14 +206,18 @@ def train_decoder(
     sample = {"sample_input": inputs, "sample_labels": labels}
     module = PipelineModule(decoder(sizes), loss_fn=causal_lm_loss, seed_layers=True, config=config, **sample)
     engine, *_ = parallel3d.initialize(model=module, config=config)
-    data = own_iterator(engine, [(inputs, labels)] * 3 * ACCUMULATION)
+    data = own_iterator(engine, [(inputs, labels)] * 9 * ACCUMULATION)
     losses = [float(engine.train_batch(data)) for _ in range(2)]
+    program = engine._runner.programs.get(ACCUMULATION, training=True)
+    lists = [[str(i) for i in rank if i.op in COMPUTE_OPS] for rank in program.instructions]
+    while schedule == "auto" and engine.schedule_plan is None:
+        engine.train_batch(data)
     engine.reports.profile_next_batch("memory")
     losses.append(float(engine.train_batch(data)))
     rule = policy_rule(None, module.policies, module.layer_names)
     policies = [rule(k, None) for chunk in module.own_chunks for k in module.partition.layers(chunk)]
     held = {k: nbytes for (k,), _, nbytes in engine.reports.layer_memory()[module.groups.rank]}
-    return losses, policies, held, engine.reports.memory_report()[module.groups.rank]
+    return losses, policies, held, lists, engine.reports.memory_report()[module.groups.rank]
 
 
 @pytest.mark.parametrize(("ranks", "schedule"), [(1, "1f1b"), (2, "zb-h1")])
@@ -232,9 +240,24 @@ def test_auto_fits_its_budget_and_changes_no_number(run_ranks, ranks: int, sched
         run_ranks(ranks, train, {}, 0.0, 1, {"activation_checkpointing": {"policy": "auto", "memory_budget": 1}})
 
 
+def test_schedule_auto_chooses_policies_and_program_for_one_budget(run_ranks):
+    train = partial(train_decoder, num_chunks=2, placement="v")
+
+    def most(ranks: list[Any]) -> int:
+        return max(report["steady"][1] + report["activations"][1] for *_, report in ranks)
+
+    free = run_ranks(2, train, "auto", "none", None)
+    budget = 0.47 * most(free)  # too little for two micro-batches on the last stage
+    chosen = run_ranks(2, train, "auto", "auto", budget / 2**30)
+    assert 0.75 * budget < most(chosen) <= budget
+    assert len({policy for _, policies, *_ in chosen for policy in policies}) > 1
+    plain = run_ranks(2, train, chosen[0][3], "none", None)
+    assert [losses[:2] for losses, *_ in chosen] == [losses[:2] for losses, *_ in plain]
+
+
 def test_the_report_tells_what_each_layer_holds_under_its_policy(run_ranks):
     policy = {"Block": "cheap", "1": "full", "2": "none", "3": "attention"}
-    ((_, policies, held, _),) = run_ranks(1, train_decoder, "1f1b", policy, None)
+    ((_, policies, held, *_),) = run_ranks(1, train_decoder, "1f1b", policy, None)
     assert policies == ["none", "full", "none", "attention", "cheap", "cheap", "cheap", "none", "none"]
     element, products = (
         2 * 64 * 4,
@@ -243,7 +266,7 @@ def test_the_report_tells_what_each_layer_holds_under_its_policy(run_ranks):
     wanted = {1: 32, 3: products, 4: products + 32 + 4}
     assert {k: held[k] // element for k in wanted} == wanted
     assert held[2] > held[4] == held[5]
-    ((_, _, compiled, _),) = run_ranks(1, train_decoder, "1f1b", {"Block": "cheap"}, None, True)
+    ((_, _, compiled, *_),) = run_ranks(1, train_decoder, "1f1b", {"Block": "cheap"}, None, True)
     assert compiled[4] // element == wanted[4]
 
 

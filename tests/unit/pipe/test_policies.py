@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
-from parallel3d.pipe.policies import Option, choose
+from parallel3d.pipe.policies import Option, choose, choose_with_program, with_plan
 from parallel3d.schedule.builders import build, placement_of
 from parallel3d.schedule.memory import ChunkBytes, bytes_in_flight
 
@@ -20,6 +21,10 @@ BLOCK = [
 ]
 HEAD = [Option("none", 0.0, 275, 0, 488)]
 PLACES = {"1f1b": (2, 1, "loop"), "zbv": (2, 2, "v"), "interleaved": (2, 2, "loop")}
+
+
+def chosen_of(policies: Sequence[str], options: Sequence[Sequence[Option]]) -> tuple[Option, ...]:
+    return tuple(next(o for o in own if o.policy == p) for own, p in zip(options, policies, strict=True))
 
 
 @pytest.mark.parametrize("schedule", PLACES)
@@ -43,7 +48,7 @@ def test_the_choice_fits_at_the_least_cost(schedule: str):
     mixed = 0
     for budget in range(min(max(needs(chosen)) for chosen in uniform), max(needs(uniform[0])) + 200, 150):
         policies, held = choose(options, bounds, placement, state, in_flight, budget)
-        chosen = tuple(next(o for o in own if o.policy == p) for own, p in zip(options, policies, strict=True))
+        chosen = chosen_of(policies, options)
         seconds = sum(option.seconds for option in chosen)
         assert max(held) <= budget
         assert held == needs(chosen)
@@ -54,3 +59,19 @@ def test_the_choice_fits_at_the_least_cost(schedule: str):
     assert mixed
     _, held = choose(options, bounds, placement, state, in_flight, 0.0)
     assert max(held) <= min(max(needs(chosen)) for chosen in uniform)
+
+
+def test_policies_and_program_are_chosen_together():
+    """No assignment of policies has a program that fits and is shorter by 1%, by trying all; single policies are longer."""
+    placement, bounds, state = placement_of("v", 2, 2), [0, 1, 2, 3, 5], [100] * 5
+    # Seconds of a forward, an input gradient and a weight gradient; the second repeats what is recomputed.
+    block = [replace(BLOCK[k], times=(3.2, 4.0 + BLOCK[k].seconds, 2.4)) for k in (0, 1, 3)]
+    options = [block] * 4 + [[replace(HEAD[0], times=(0.8, 1.0, 0.7))]]
+    arguments = bounds, placement, state, 6, 1.5
+    every = [with_plan(chosen, *arguments, 2455) for chosen in product(*options)]
+    choice = choose_with_program(options, *arguments, 2455)
+    assert choice in every
+    assert choice.rank(2455) <= (False, 1.01 * min(c.rank(2455) for c in every)[1])
+    assert choice.rank(2455) < (False, 0.8 * min(c.rank(2455) for c in every if len({*c.policies[:4]}) == 1)[1])
+    tight = [with_plan(chosen, *arguments, 0.0) for chosen in product(*options)]
+    assert max(choose_with_program(options, *arguments, 0.0).held) == min(max(c.held) for c in tight)
