@@ -14,6 +14,7 @@ from taped_graphs import TapedGraphs
 from torch import Tensor
 
 from parallel3d.engine import step
+from parallel3d.pipe.cuda_graphs import GraphedExecutor
 from parallel3d.schedule.instructions import COMPUTE_OPS
 
 ACCUMULATION, STEPS = 4, 6  # the third step is captured; in the fifth half of the lengths change
@@ -27,7 +28,7 @@ def counted(output: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def train(pp: int, pipeline: dict[str, Any], tied: bool, config: dict[str, Any]) -> tuple[Run, int, int]:
-    """Also the number of captured graphs, and of this rank's compute instructions."""
+    """Also the number of replays of graphs, and of this rank's compute instructions."""
     torch.manual_seed(TORCH_SEED)
     with nullcontext() if torch.cuda.is_available() else mock.patch.object(step, "CudaGraphs", TapedGraphs):
         engine = make_engine(
@@ -41,17 +42,18 @@ def train(pp: int, pipeline: dict[str, Any], tied: bool, config: dict[str, Any])
     per_step = ACCUMULATION * engine.grid.get_data_parallel_world_size()
     kinds = ["lengths" if 0 <= k - 4 * per_step < per_step / 2 else "tuple" for k in range(STEPS * per_step)]
     data = [toy.micro_batch(k, kind) for k, kind in enumerate(kinds)]
-    run = run_steps(engine, own_iterator(engine, data), STEPS)
+    replay = GraphedExecutor._replay
+    with mock.patch.object(GraphedExecutor, "_replay", autospec=True, side_effect=replay) as replays:
+        run = run_steps(engine, own_iterator(engine, data), STEPS)
     program = engine._runner.programs.get(ACCUMULATION, training=True).instructions[engine.pipeline_module.stage_id]
-    works = getattr(engine._runner._executor, "_works", {})
-    return run, len(works), sum(i.op in COMPUTE_OPS for i in program)
+    return run, replays.call_count, sum(i.op in COMPUTE_OPS for i in program)
 
 
 def check(graphed: list[tuple[Run, int, int]], plain: list[tuple[Run, int, int]]) -> None:
-    """Every compute instruction was captured, and losses, norms and weights are the same bits."""
-    for (run, captured, instructions), (wanted, none, _) in zip(graphed, plain, strict=True):
-        assert captured == instructions
+    """Three whole steps were replayed, of which the first was captured, and losses, norms and weights are the same bits."""
+    for (run, replays, instructions), (wanted, none, _) in zip(graphed, plain, strict=True):
+        assert replays >= 3 * instructions
         assert none == 0
-        assert run[:2] == wanted[:2]
+        assert str(run[:2]) == str(wanted[:2])  # a norm is NaN where gradients overflow
         for name, weight in run[2].items():
             assert torch.equal(weight, wanted[2][name]), name

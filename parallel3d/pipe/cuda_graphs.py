@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from parallel3d.comm.structures import Structure, describe
 from parallel3d.config import SELECTIVE, Config
 from parallel3d.errors import ConfigError, ExecutionError, first_line_of
-from parallel3d.pipe.executor import Batch, BatchResult, Cell, Executor, InFlight, Recorder
+from parallel3d.pipe.executor import Batch, BatchResult, Cell, Executor, InFlight, Recorder, loss_gradient
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.schedule.instructions import Instruction, Program
 from parallel3d.zero.policy import ZeroPolicy
@@ -41,7 +41,6 @@ def check_cuda_graphs(config: Config, module: PipelineModule, policy: ZeroPolicy
         "ZeRO-3 (zero_optimization.stage)": policy.stage == 3,
         "offloaded state (zero_optimization.offload_optimizer, offload_param)": policy.offload or policy.weight_offload,
         "reduction in every micro-batch (zero_optimization.reduce_per_micro_batch)": policy.reduce_per_micro_batch,
-        "a changing loss scale (fp16.loss_scale 0)": config.fp16.enabled and not config.fp16.loss_scale,
         "recomputed layers (pipeline.activation_checkpoint_interval)": policies and not in_graphs,
         "check_numerics": config.check_numerics,
     }
@@ -145,7 +144,7 @@ class _Work:
     """Captured work of an instruction.
 
     - inputs, outputs: tensors at the addresses where the graph reads and writes.
-    - given: structures of a forward's inputs and labels, and what multiplies its gradients. structure: of its output.
+    - given: structures of a forward's inputs and labels. structure: of its output.
     - arrives: parameters whose accumulators hold a gradient from then on.
     - drawing: layers that draw random numbers; None before the first replay.
     """
@@ -230,7 +229,7 @@ class GraphedExecutor(Executor):
         self._wait_for_weights(i.chunk)
         inputs = self._received.pop(cell) if i.chunk else describe(self._inputs.pop(cell)[0])
         labels = describe(self._labels.pop(i.micro_batch) if is_last else None)
-        given = inputs[0], labels[0], self._batch.loss_weight * self._batch.loss_scale
+        given = inputs[0], labels[0]
         work = self._works.get(i)
         if self._mode is _Mode.CAPTURE:
             work = self._capture_forward(i, inputs, labels)
@@ -246,11 +245,12 @@ class GraphedExecutor(Executor):
             assert work.structure is not None
             self._outputs[cell] = work.structure, results
             return None
-        self._result.losses[i.micro_batch], *count = results
+        loss, *count = results
+        self._result.losses[i.micro_batch] = loss
         if count:
             self._result.counts[i.micro_batch] = count[0]
-        if self._mode is _Mode.REPLAY:
-            self._gradients[cell] = []  # the loss's gradient is in the graph
+        # Outside of the graph, because the loss scale changes.
+        self._gradients[cell] = [loss_gradient(loss, self._batch.loss_weight * self._batch.loss_scale)]
         return None
 
     def _wait_for_weights(self, chunk: int) -> None:
@@ -317,11 +317,10 @@ class GraphedExecutor(Executor):
         cell, before = (i.chunk, i.micro_batch), (i.chunk - 1, i.micro_batch)
         if cell not in self._graphed:
             return False
-        gradients = self._gradients.pop(cell)
-        tensors = [] if i.chunk == self._last_chunk else gradients
+        tensors = self._gradients.pop(cell)
 
         def run(static: list[Tensor]) -> list[Tensor]:
-            self._gradients[cell] = static or gradients
+            self._gradients[cell] = static
             with context():
                 self._run_autograd(i)
             return self._gradients.pop(before, [])

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 BF16 = {"bf16": {"enabled": True}}
 FP8 = {**BF16, "fp8": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 1, "hysteresis": 1}}
 GRAPHS = {"compile": {"cuda_graphs": True}}
 ACCUMULATION = 4
 
@@ -47,7 +48,7 @@ def release() -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "tied", "config"),
-    [("1f1b", False, BF16), ("1f1b", True, {}), ("zb-h1", False, FP8), ("zb-h1", True, {})],
+    [("1f1b", False, BF16), ("1f1b", True, {}), ("zb-h1", False, FP8), ("zb-h1", True, FP16)],
 )
 def test_graphs_train_bitwise_as_without_on_one_gpu(schedule: str, tied: bool, config: dict[str, Any]):
     runs = [train(1, {"schedule": schedule}, tied, {**config, **changes}) for changes in (GRAPHS, {})]
