@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import toy
-from graphed_runs import check, train
+from graphed_runs import check, train, train_sliced
 from layouts import make_engine
 from ranks import RankError
 from reference import Item
@@ -44,6 +44,17 @@ def test_graphs_train_bitwise_as_without(
 
 
 @pytest.mark.parametrize(
+    ("sequence_parallel", "pipeline", "config"),
+    [(True, {"schedule": "zb-h1"}, {}), (False, {"schedule": "1f1b"}, {**BF16, "fp8": {"enabled": True}})],
+)
+def test_tensor_parallel_graphs_train_bitwise_as_without(
+    run_ranks, sequence_parallel: bool, pipeline: dict[str, Any], config: dict[str, Any]
+):
+    graphed = run_ranks(2, train_sliced, sequence_parallel, pipeline, {**config, "compile": {"cuda_graphs": True}})
+    check(graphed, run_ranks(2, train_sliced, sequence_parallel, pipeline, config))
+
+
+@pytest.mark.parametrize(
     ("config", "message"),
     [
         ({}, "needs a CUDA device, and this is cpu; set compile.cuda_graphs to false"),
@@ -51,13 +62,20 @@ def test_graphs_train_bitwise_as_without(
             {"check_numerics": True, "zero_optimization": {"stage": 3}, **BF16},
             r"with ZeRO-3 \(zero_optimization.stage\), check_numerics; change",
         ),
+        (
+            {
+                "tensor_parallel": {"size": 2, "sequence_parallel": True, "peer_copies": True},
+                "comms_logger": {"enabled": True},
+            },
+            r"with copies between .* \(tensor_parallel.peer_copies\), a log of tensor-parallel collectives",
+        ),
         ({"pipeline": {"activation_checkpoint_interval": 1}}, "with recomputed layers"),
         ({"zero_optimization": {"stage": 2, "reduce_per_micro_batch": True}}, "with reduction in every micro-batch"),
     ],
 )
 def test_what_cannot_be_captured_is_refused_by_name(run_ranks, config: dict[str, Any], message: str):
     with pytest.raises(RankError, match=message):
-        run_ranks(1, refused, config)
+        run_ranks(config.get("tensor_parallel", {}).get("size", 1), refused, config)
 
 
 def refused(config: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import toy
-from graphed_runs import check, train
+from graphed_runs import check, train, train_sliced
 from layouts import make_engine
 from ranks import RankPool
 from reference import Item
@@ -68,6 +68,43 @@ def test_graphs_train_bitwise_as_without_on_two_gpus(
 ):
     graphed, plain = (gpu_pool.run(2, train, pp, pipeline, False, {**config, **c}) for c in (GRAPHS, {}))
     check(graphed, plain)
+
+
+def check_sliced(gpu_pool: RankPool, sequence_parallel: bool, schedule: str, config: dict[str, Any]) -> None:
+    compiled = config.get("compile", {})
+    graphed, plain = (
+        gpu_pool.run(
+            2,
+            train_sliced,
+            sequence_parallel,
+            {"schedule": schedule},
+            {**config, "compile": {**compiled, **c}},
+            timeout=400,
+        )
+        for c in (GRAPHS["compile"], {})
+    )
+    check(graphed, plain)
+
+
+@pytest.mark.parametrize(
+    ("sequence_parallel", "schedule", "config"),
+    [
+        (True, "zb-h1", BF16),
+        (False, "1f1b", FP16),
+        (False, "1f1b", FP8),
+        (True, "zb-h1", {**BF16, "compile": {"enabled": True}}),
+    ],
+    ids=["sequence_parallel", "fp16", "fp8", "compiled"],
+)
+def test_graphs_hold_the_collectives_of_tensor_slices(
+    gpu_pool: RankPool, sequence_parallel: bool, schedule: str, config: dict[str, Any]
+):
+    check_sliced(gpu_pool, sequence_parallel, schedule, config)
+
+
+@pytest.mark.usefixtures("compiled_kernels")
+def test_graphs_hold_the_kernel_that_sums_over_tensor_slices(gpu_pool: RankPool):
+    check_sliced(gpu_pool, False, "1f1b", {**BF16, "kernels": {"all_reduce": True}})
 
 
 DECODER = DecoderConfig(
