@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -49,6 +49,8 @@ class Checkpointer:
     Non-reentrant, on any device: arguments and results are any pytrees, with or without gradients. Random states, of the
     CPU and of the GPUs in use, are restored for the recomputation, and so is autocast. With `cpu_checkpointing` the
     arguments wait in pinned host memory. transfers: copies to and from the host.
+
+    A CUDA graph can't restore a random state: a recomputation that is captured raises where the function draws.
     """
 
     def __init__(
@@ -68,17 +70,21 @@ class Checkpointer:
 
         What the backward computes again is the settings' policy; all, unless that is one of SELECTIVE.
         """
-        return self._run(self.settings.policy, function, *args, **kwargs)
+        return self._run(self.settings.policy, True, function, *args, **kwargs)
 
-    def under(self, policy: RecomputationPolicy) -> Callable[..., Any]:
-        """Return what runs functions as this object does, by a policy in place of the settings'."""
-        return partial(self._run, policy)
+    def under(self, policy: RecomputationPolicy, restores: bool = True) -> Callable[..., Any]:
+        """Return what runs functions as this object does, by a policy in place of the settings'.
 
-    def _run(self, policy: object, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        restores: whether random states are restored; not for functions that seed the generators before they draw.
+        """
+        return partial(self._run, policy, restores)
+
+    def _run(self, policy: object, restores: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         leaves, tree = tree_flatten((args, kwargs))
         num_leaves, ran = len(leaves), False
+        again: Callable[[], AbstractContextManager[None]] = nullcontext
         contexts = {"context_fn": selective_contexts(policy == "cheap")}
         options: dict[str, Any] = contexts if policy in SELECTIVE else {}
         failed: list[Exception] = []
@@ -87,7 +93,7 @@ class Checkpointer:
             nonlocal ran
             recomputing, ran = ran, True
             positional, named = tree_unflatten(leaves[:num_leaves], tree)
-            with self._boundary(recomputing):
+            with self._boundary(recomputing), again() if recomputing else nullcontext():
                 try:
                     return function(*positional, **named)
                 except Exception as error:
@@ -96,10 +102,13 @@ class Checkpointer:
                     # Not through checkpoint: that of PyTorch 2.11 would keep its hooks on all tensors saved from then on.
                     failed.append(error)
 
-        if torch.cuda.is_initialized() and not torch.compiler.is_compiling():
+        if restores and torch.cuda.is_initialized() and not torch.compiler.is_compiling():
+            if torch.cuda.is_current_stream_capturing():
+                restores, again = False, _without_draws
             # torch restores the random state of the GPUs that arguments lie on: the current one's always.
             leaves.append(torch.empty(0, device="cuda"))
         with self._offload.region(leaves) if self._offload is not None else nullcontext():
+            options["preserve_rng_state"] = restores
             output = torch.utils.checkpoint.checkpoint(region, *leaves, use_reentrant=False, **options)
         if failed:
             raise failed.pop()
@@ -148,6 +157,18 @@ class Checkpointer:
         self._read_marks()
         times, self._times = self._times, RecomputationTimes()
         return times
+
+
+@contextmanager
+def _without_draws() -> Iterator[None]:
+    """Let CUDA random numbers raise in this context, which is captured: those of a state that is of no graph do."""
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    state = generator.graphsafe_get_state()
+    generator.graphsafe_set_state(generator.clone_state())
+    try:
+        yield
+    finally:
+        generator.graphsafe_set_state(state)
 
 
 class _Region:

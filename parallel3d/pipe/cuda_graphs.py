@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from parallel3d.config import SELECTIVE, Config
+from parallel3d.config import Config
 from parallel3d.errors import ConfigError, ExecutionError
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.rng import OWN_STREAMS, own_seed
@@ -21,9 +21,8 @@ REMEDY = "set compile.cuda_graphs to false"
 
 def check_cuda_graphs(config: Config, module: PipelineModule, policy: ZeroPolicy) -> None:
     """Raise ConfigError, with all reasons, if instructions of such a training can't be captured as CUDA graphs."""
-    policies = {again for chunk in module.own_chunks for _, again in module.calls.groups(chunk) if again}
     sliced = module.groups.model.size > 1
-    in_graphs = config.compile.enabled and config.compile.layers is None and policies <= set(SELECTIVE)
+    recomputation = config.activation_checkpointing
     reasons = {
         "copies between tensor-parallel ranks (tensor_parallel.peer_copies)": sliced
         and config.tensor_parallel.copies_shards,
@@ -31,7 +30,10 @@ def check_cuda_graphs(config: Config, module: PipelineModule, policy: ZeroPolicy
         "ZeRO-3 (zero_optimization.stage)": policy.stage == 3,
         "offloaded state (zero_optimization.offload_optimizer, offload_param)": policy.offload or policy.weight_offload,
         "reduction in every micro-batch (zero_optimization.reduce_per_micro_batch)": policy.reduce_per_micro_batch,
-        "recomputed layers (pipeline.activation_checkpoint_interval)": policies and not in_graphs,
+        "activations on the host (activation_checkpointing.cpu_checkpointing)": recomputation.cpu_checkpointing,
+        "timed or synchronized recomputation (activation_checkpointing.profile, synchronize_checkpoint_boundary)": (
+            recomputation.profile or recomputation.synchronize_checkpoint_boundary
+        ),
         "check_numerics": config.check_numerics,
     }
     if found := [name for name, applies in reasons.items() if applies]:
@@ -94,6 +96,8 @@ class CudaGraphs:
         gc.disable()  # a CUDA object that is freed now could break the capture
         # Only this thread's calls: NCCL's watchdog queries events at any time.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        # A state that is of no graph: numbers that are not drawn from the stream of a layer raise an error.
+        self._generator.graphsafe_set_state(spare)
         try:
             with OWN_STREAMS.captured(self._begin_own):
                 yield graph

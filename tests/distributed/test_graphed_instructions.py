@@ -21,14 +21,15 @@ from parallel3d.engine import step
 BF16 = {"bf16": {"enabled": True}}
 # The scale doubles in every step; in the fourth gradients overflow.
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 1, "hysteresis": 1}}
+CHEAP, FULL = ({"activation_checkpointing": {"policy": policy}} for policy in ("cheap", "full"))
 
 
 @pytest.mark.parametrize(
     ("ranks", "pp", "pipeline", "tied", "config"),
     [
         (1, 1, {"schedule": "1f1b"}, False, FP16),
-        (2, 2, {"schedule": "zb-h1"}, True, {}),
-        (2, 2, {"schedule": "zbv", "num_chunks": 2, "placement": "v"}, False, BF16),
+        (2, 2, {"schedule": "zb-h1", "activation_checkpoint_interval": 2}, True, {}),
+        (2, 2, {"schedule": "zbv", "num_chunks": 2, "placement": "v"}, False, {**BF16, **CHEAP}),
         (1, 1, {"schedule": "zb-h1"}, False, {**BF16, "fp8": {"enabled": True}}),
         (2, 1, {"schedule": "1f1b"}, True, {**BF16, "zero_optimization": {"stage": 1, "reduce_bucket_size": 1500}}),
     ],
@@ -45,7 +46,7 @@ def test_graphs_train_bitwise_as_without(
 
 @pytest.mark.parametrize(
     ("sequence_parallel", "pipeline", "config"),
-    [(True, {"schedule": "zb-h1"}, {}), (False, {"schedule": "1f1b"}, {**BF16, "fp8": {"enabled": True}})],
+    [(True, {"schedule": "zb-h1"}, FULL), (False, {"schedule": "1f1b"}, {**BF16, "fp8": {"enabled": True}})],
 )
 def test_tensor_parallel_graphs_train_bitwise_as_without(
     run_ranks, sequence_parallel: bool, pipeline: dict[str, Any], config: dict[str, Any]
@@ -69,7 +70,10 @@ def test_tensor_parallel_graphs_train_bitwise_as_without(
             },
             r"with copies between .* \(tensor_parallel.peer_copies\), a log of tensor-parallel collectives",
         ),
-        ({"pipeline": {"activation_checkpoint_interval": 1}}, "with recomputed layers"),
+        (
+            {"activation_checkpointing": {"policy": "full", "cpu_checkpointing": True, "profile": True}},
+            r"with activations on the host \(activation_checkpointing.cpu_checkpointing\), timed or synchronized",
+        ),
         ({"zero_optimization": {"stage": 2, "reduce_per_micro_batch": True}}, "with reduction in every micro-batch"),
     ],
 )
