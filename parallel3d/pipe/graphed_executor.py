@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.comm.structures import Structure, describe
-from parallel3d.errors import ExecutionError, first_line_of
+from parallel3d.errors import ExecutionError, first_line_of, note_place
 from parallel3d.pipe.cuda_graphs import REMEDY, CudaGraphs, Replayable
 from parallel3d.pipe.executor import Batch, BatchResult, Cell, Executor, InFlight, Recorder, loss_gradient
 from parallel3d.schedule.instructions import Instruction, Program
@@ -262,9 +262,13 @@ class GraphedExecutor(Executor):
         for layer in drawing:
             self._batch.streams[i.micro_batch](layer)
             self._graphs.seed(layer)
-        if (kernel := self._module.groups.model.all_reduce_kernel) is not None:
-            kernel.raise_if_failed()
-        work.graph.replay()
+        try:
+            if (kernel := self._module.groups.model.all_reduce_kernel) is not None:
+                kernel.raise_if_failed()
+            work.graph.replay()
+        except Exception as error:
+            note_place(error, f"the CUDA graph of layers {', '.join(map(str, self._layers(i.chunk)))}")
+            raise
         if work.drawing is None:
             work.drawing = self._graphs.drew(drawing)
         self._reducer.sink.replayed(work.arrives)

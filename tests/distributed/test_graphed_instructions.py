@@ -9,14 +9,17 @@ from unittest import mock
 import pytest
 import torch
 import toy
-from graphed_runs import check, train, train_sliced
+from graphed_runs import ACCUMULATION, check, make, train, train_sliced
 from layouts import make_engine
 from ranks import RankError
 from reference import Item
-from taped_graphs import TapedGraphs
+from taped_graphs import Tape, TapedGraphs
 from torch import Tensor, nn
 
 from parallel3d.engine import step
+from parallel3d.errors import ExecutionError
+from parallel3d.failures.neighbours import place_in
+from parallel3d.schedule.instructions import COMPUTE_OPS
 
 BF16 = {"bf16": {"enabled": True}}
 # The scale doubles in every step; in the fourth gradients overflow.
@@ -102,3 +105,34 @@ def test_parameters_frozen_after_the_capture_stay_as_they_are(run_ranks):
     ((graphed,), (plain,)) = (run_ranks(1, freeze_later, {"compile": {"cuda_graphs": c}}) for c in (True, False))
     assert all(map(torch.equal, graphed, plain))
     assert torch.equal(plain[16], plain[28])
+
+
+def fail_in_the_fourth_replay() -> tuple[str, str, str]:
+    """What instruction that is, the error, and the instruction that a watchdog of this rank would have named."""
+    engine = make(toy.model(False), pipeline={"stages": 1, "schedule": "zb-h1"}, compile={"cuda_graphs": True})
+    data, places, number = iter([toy.micro_batch(k) for k in range(100)]), [], 0
+    activity, find = engine.process_groups.activity, engine._runner.programs.get
+
+    def replay(tape: Tape) -> None:
+        nonlocal number
+        number += 1
+        if number == 4:
+            places.append(place_in(activity.slots, 0, find))
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        replayed(tape)
+
+    for _ in range(3):
+        engine.train_batch(data)
+    replayed = Tape.replay
+    with mock.patch.object(Tape, "replay", replay), pytest.raises(ExecutionError) as caught:
+        engine.train_batch(data)
+    fourth = [i for i in find(ACCUMULATION, True).instructions[0] if i.op in COMPUTE_OPS][3]
+    return str(fourth), str(caught.value), str(places[0])
+
+
+def test_a_failure_in_a_replay_names_instruction_and_layers(run_ranks):
+    ((wanted, error, place),) = run_ranks(1, fail_in_the_fourth_replay)
+    layers = ", ".join(map(str, range(len(toy.model(False)))))
+    assert f"rank 0, stage 0, micro-batch {wanted[1]}, instruction {wanted}: RuntimeError: CUDA error" in error
+    assert error.endswith(f"encountered, in the CUDA graph of layers {layers}")
+    assert place == wanted
