@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
+from torch._ops import OpOverload
 from torch.autograd import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,20 +25,29 @@ def _storages(tree: Any) -> list[int]:
 class Tape(TorchDispatchMode):
     """Operators of one graph. Nothing that exists before is changed by the recording, as nothing runs in a real capture."""
 
+    supports_higher_order_operators = True  # those of torch.compile, which seed a recomputation
+
     def __init__(self) -> None:
         super().__init__()
         self._steps: list[Callable[[], Any]] = []
         self._own: set[int] = set()
         self._before: list[tuple[Tensor, Tensor]] = []
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return whether graphs of torch.compile, in which operators are seen, run in place of what they were made of."""
+        return True
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if function.namespace == "parallel3d":  # written in Python, which a capture runs once
+            with self:
+                return function._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
         if function is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError("operation not permitted when stream is capturing")
-        given = {a.name: v for a, v in zip(function._schema.arguments, args, strict=False)} | kwargs
-        written = [
-            given[a.name] for a in function._schema.arguments if a.alias_info is not None and a.alias_info.is_write
-        ]
+        arguments = function._schema.arguments if isinstance(function, OpOverload) else ()
+        given = {a.name: v for a, v in zip(arguments, args, strict=False)} | kwargs
+        written = [given[a.name] for a in arguments if a.alias_info is not None and a.alias_info.is_write]
         if function.namespace == "c10d":  # whose schemas don't say what is written
             written = tree_leaves(args)
         written = [w for w in tree_leaves(written) if isinstance(w, Tensor)]
@@ -52,7 +62,7 @@ class Tape(TorchDispatchMode):
         aliased = set(_storages((args, kwargs)))
         new = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and not set(_storages(leaf)) & aliased]
         self._own |= set(_storages(new))
-        if "empty" in function._schema.name:  # no kernel
+        if "empty" in str(function):  # no kernel
             return result.zero_()  # may be indices
         self._steps.append(partial(self._again, function, args, kwargs, result, [*written, *new]))
         return result

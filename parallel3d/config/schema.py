@@ -86,9 +86,10 @@ class CompileConfig(Section):
         None, "true for one graph for all shapes; else other shapes than the first run uncompiled"
     )
     layers: LayerNames = own_key(None, "class names, or a regular expression that is searched in them; null for all")
-    cuda_graphs: bool = own_key(
-        False,
-        "true or false, whether forwards and backwards are captured as CUDA graphs, whether or not they are compiled",
+    cuda_graphs: bool | Literal["auto"] = own_key(
+        "auto",
+        "true or false, whether forwards and backwards are captured as CUDA graphs, whether or not they are compiled; or "
+        '"auto": compiled ones, if schedule "auto" finds that the device waits for the host',
     )
 
 
@@ -295,6 +296,12 @@ class Config(Section):
         """Whether values of the steps are written anywhere."""
         sections = self.tensorboard, self.csv_monitor, self.wandb, self.comet, self.mlflow, self.run_record
         return any(section.enabled for section in sections)
+
+    @property
+    def cuda_graphs(self) -> bool | Literal["auto"]:
+        """compile.cuda_graphs; "auto" is false unless all layers are compiled and schedule "auto" measures them."""
+        measured = self.compile.enabled and self.compile.layers is None and self.pipeline.schedule == "auto"
+        return self.compile.cuda_graphs if measured or self.compile.cuda_graphs != "auto" else False
 
     @property
     def monitor_config(self) -> Config:

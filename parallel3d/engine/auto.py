@@ -17,7 +17,7 @@ from parallel3d.config import PipelineConfig
 from parallel3d.errors import ConfigError, ScheduleError
 from parallel3d.logs import logger
 from parallel3d.monitor.memory import MemoryProfile
-from parallel3d.monitor.records import StepRecord, instruction_times, traffic_times
+from parallel3d.monitor.records import StepRecord, instruction_times, time_for_host, traffic_times
 from parallel3d.monitor.steps import Profile, StepMonitor
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.pipe.programs import Programs
@@ -62,12 +62,13 @@ class AutoSchedule:
         """Return the profile to record in the next training batch, if any."""
         return _STEPS[self._done] if self._done < len(_STEPS) else None
 
-    def learn(self, num_micro_batches: int, full: int, memory: MemoryProfile | None) -> None:
+    def learn(self, num_micro_batches: int, full: int, memory: MemoryProfile | None, can_capture: bool) -> None:
         """Use the measurements of a training batch, and plan when there are enough. Collective.
 
         - num_micro_batches: the number in this batch. A batch with fewer than `full` is not used.
         - full: the configured number of micro-batches; when it changes, measuring starts over.
         - memory: the batch's memory profile, if one was recorded.
+        - can_capture: whether this rank can capture CUDA graphs.
         """
         plan = self._programs.plan
         if self._done == len(_STEPS) or plan is None:
@@ -85,18 +86,20 @@ class AutoSchedule:
             self._memory = memory
         self._done += 1
         if self._done == len(_STEPS):
-            self._make(plan.num_micro_batches)
+            self._make(plan.num_micro_batches, can_capture)
         elif self._done == _MIXED_FROM:
             m = plan.num_micro_batches
             program = whole_backwards(plan.program(m), range(1, m, 2))
             lists = tuple(tuple(map(str, rank)) for rank in program.instructions)
             self._programs.replan(plan.model_copy(update={"instructions": lists}))
 
-    def _make(self, num_micro_batches: int) -> None:
+    def _make(self, num_micro_batches: int, can_capture: bool) -> None:
         """Make the plan on rank 0 and run it on all ranks. If its file can't be written, only a warning is given."""
         measured, first = self._measured(), self._model.groups.rank == 0
         made = make_plan(self._model.placement, num_micro_batches, measured) if first else None
-        plan = all_gather_object(made, self._model.groups.control)[0]
+        plans, able = zip(*all_gather_object((made, can_capture), self._model.groups.control), strict=True)
+        waits = max(time_for_host(records) for records in zip(*self._recorded, strict=True)) if all(able) else 0.0
+        plan = plans[0].model_copy(update={"waits_for_host": waits})
         self._adopt(plan, "planned")
         self._recorded = []
         self._memory = None
@@ -210,4 +213,6 @@ def describe(plan: Plan) -> str:
         busy = m.busy(plan.placement, plan.num_micro_batches)
         exposed = f"{plan.exposed * 1e3:.4g} ms exposed"
         lines.append(f"  gathers and reductions of up to {busy * 1e3:.4g} ms a stage, {exposed}")
+    if plan.captures:
+        lines.append(f"  CUDA graphs, as a device waits for its host in {plan.waits_for_host:.0%} of its compute time")
     return "\n".join(lines)

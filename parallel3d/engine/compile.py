@@ -37,7 +37,7 @@ class Compilation:
 
     sink: takes the gradients of layers that tensor parallelism has sharded, see open_ports.
     blocks: with ZeRO-3 of a module that is no pipeline, its units, which are compiled instead of the whole module.
-    num_layers: the number of compiled layers.
+    num_layers: the number of compiled layers. broke: whether graphs broke in the first step.
     """
 
     def __init__(self, model: PipelineModule, config: Config, sink: GradientSink, blocks: BlockUnits | None = None):
@@ -48,7 +48,7 @@ class Compilation:
         self._seen: Counter[str] = Counter()
         self._reports = False
         self.num_layers = 0
-        self.is_compiled = False
+        self.is_compiled = self.broke = False
 
     def compile(self, changes: Mapping[str, Any]) -> None:
         """Compile the loss, and this rank's layers in place, except bare linears and embeddings; see Engine.compile.
@@ -123,6 +123,7 @@ class Compilation:
             return
         self._reports = False
         breaks = self.breaks()
+        self.broke = bool(breaks)
         if self._model.groups.rank == 0:
             lines = [f"compiled {self.num_layers} layers of rank 0"]
             lines += [f"  a graph broke {count} x: {reason}" for reason, count in breaks.items()]

@@ -165,7 +165,8 @@ class Engine:
             loss = self._finish_step(self._runner.share(batch, result), num_micro_batches)
             if auto is not None and auto.plan is None:
                 with self.unwatched():  # the first rank searches while the others wait
-                    auto.learn(num_micro_batches, most, self.reports.memory)
+                    can_capture = self._runner.can_capture and not self.compilation.broke
+                    auto.learn(num_micro_batches, most, self.reports.memory, can_capture)
             return loss
 
     def _finish_step(self, own_loss: LossShare, num_micro_batches: int, **lr_kwargs: Any) -> Tensor:

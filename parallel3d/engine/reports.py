@@ -55,6 +55,7 @@ class Reports:
 
     - monitor: times the steps.
     - memory: the last memory profile; None before the first.
+    - replays: whether CUDA graphs were replayed in the last training batch, if they were captured.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Reports:
         self._checkpointer, self._update, self._data = checkpointer, update, data
         self._instructions: Sequence[Instruction] = ()  # of the last training batch
         self._flops: ForwardFlops | None = None  # of the current step, if they are counted
+        self.replays = False
         self._recorded_steps = 0  # number of steps that count towards run_record.after_steps
 
     def profile_next_batch(self, what: Profile = "time") -> None:
@@ -166,7 +168,7 @@ class Reports:
         Yields the recorder of its instructions, and the recorder of its waits for messages.
         """
         if batch.training:
-            self._instructions = program.instructions[self._model.stage_id]
+            self._instructions, self.replays = program.instructions[self._model.stage_id], batch.replays
         recorder = self.monitor.recorder_of(program) if batch.training else None
         running, wait = (recorder.running, recorder.waiting) if recorder is not None else (no_record, no_record)
         for inputs, _ in batch.micro_batches if batch.training else ():
@@ -306,6 +308,7 @@ class Reports:
         config = self._config.model_dump(mode="json")
         # A reader doesn't know the device's memory, by which "auto" was resolved.
         config["zero_optimization"]["reduce_per_micro_batch"] = self._update.policy.reduce_per_micro_batch
+        config["compile"]["cuda_graphs"] = self.replays
         if leaves_open(self._config.activation_checkpointing.policy):
             config["activation_checkpointing"] |= {"policy": dumped(model.policies), "memory_budget": None}
         own = (

@@ -21,6 +21,7 @@ from parallel3d.engine.calls import StepProgress
 from parallel3d.engine.fp8 import check_device, linears_of, use_fp8
 from parallel3d.engine.reports import Reports
 from parallel3d.engine.update import LossShare, WeightUpdate, countable
+from parallel3d.errors import ConfigError
 from parallel3d.monitor.memory import RunMemory
 from parallel3d.optim.precision import Precision
 from parallel3d.pipe.blocks import BlockUnits
@@ -104,7 +105,7 @@ class BatchRunner:
         transport: Transport | None,
     ):
         self._model, self._groups, self._progress, self._reports = model, model.groups, progress, reports
-        self._update, self.fp8 = update, Fp8(config.fp8)
+        self._config, self._update, self.fp8 = config, update, Fp8(config.fp8)
         self.attention = attention_context(config.attention.backend, model.device)
         whole = isinstance(model, SingleStageModule)
         layers = None if update.units is None or whole else LayerUnits(model, update.units)
@@ -142,6 +143,15 @@ class BatchRunner:
         self._executor = _executor_kind(config, model, update.policy, self.fp8)(
             model, self._messages, update.reducer, update.sharded.gather, precision, on_loss, units
         )
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether compute instructions may be captured as CUDA graphs."""
+        return isinstance(self._executor, GraphedExecutor)
+
+    def _graphed(self) -> bool:
+        by_plan, plan = self._config.cuda_graphs == "auto", self.programs.plan
+        return self.can_capture and (not by_plan or (plan is not None and plan.captures))
 
     def split_backwards(self, num_micro_batches: int) -> None:
         """Let layers defer or fuse weight gradients, if the schedule or the precision needs it, and run in fp8.
@@ -199,7 +209,8 @@ class BatchRunner:
         batch = Batch(micro_batches, signatures, training, weight, scale, keep_outputs, compute_loss, streams)
         monitor = self._reports.monitor
         if training and "memory" not in monitor.profiles and not monitor.counts_flops():
-            batch = replace(batch, replays=True, captures=not monitor.profiles)
+            graphed = self._graphed()
+            batch = replace(batch, replays=graphed, captures=graphed and not monitor.profiles)
         program, owners = self.programs.get(len(signatures), training), self.programs.replica_owners
         freed = self._freed if training and "memory" not in self._reports.monitor.profiles else None
         if freed is not None:
@@ -254,10 +265,15 @@ def evaluating(model: PipelineModule) -> Iterator[None]:
 
 
 def _executor_kind(config: Config, model: PipelineModule, policy: ZeroPolicy, fp8: Fp8) -> Callable[..., Executor]:
-    if not config.compile.cuda_graphs:
+    if not config.cuda_graphs:
         return Executor
-    check_cuda_graphs(config, model, policy)
-    return partial(GraphedExecutor, CudaGraphs(model.device), fp8.cast_weights)
+    try:
+        check_cuda_graphs(config, model, policy)
+        return partial(GraphedExecutor, CudaGraphs(model.device), fp8.cast_weights)
+    except ConfigError:
+        if config.cuda_graphs == "auto":
+            return Executor
+        raise
 
 
 def _lifetimes(stages: Sequence[tuple[Mapping[int, int], Mapping[int, ChunkUses]]], limits: LiveLimits) -> Lifetimes:

@@ -23,6 +23,7 @@ class StepRecord:
     - reductions: from the launch of each REDUCE_GRADS until it was done, if the backend reports that.
     - gathers: from the launch of each bucket's GATHER_PARAMS, at the step's end, until it was done; empty if one was still
       under way on the CPU when the record was read.
+    - launched: when the host had launched each of `spans`.
     """
 
     begin: float
@@ -32,6 +33,7 @@ class StepRecord:
     waits: tuple[Span, ...] = ()
     reductions: tuple[Span, ...] = ()
     gathers: tuple[Span, ...] = ()
+    launched: tuple[float, ...] = ()
 
 
 # Parts of a step
@@ -71,6 +73,8 @@ _PART_OF_OP = {
 }
 # A table of more ranks than this shows mean and max alone.
 _MOST_RANKS = 16
+# Share of an instruction's time by which the device is at most behind a host for which it waits.
+_BEHIND = 0.1
 
 
 def break_down(records: Sequence[StepRecord], pipelines: Sequence[Sequence[int]]) -> list[Breakdown]:
@@ -163,6 +167,22 @@ def instruction_times(steps: Sequence[Sequence[StepRecord]], topology: ProcessTo
         for i, seconds in measured:
             samples.setdefault(i._replace(micro_batch=0), []).append(seconds)
     return samples
+
+
+def time_for_host(records: Sequence[StepRecord]) -> float:
+    """Return the share of the compute instructions' time in which a rank's device waits for the host. records: of the rank.
+
+    So it does in an instruction that it has done almost as soon as the host has launched it. (The host's own time doesn't tell:
+    where launches are far ahead of the device, the host waits too, as only so many can be queued.)
+    """
+    waited = total = 0.0
+    for record in records:
+        for span, launched in zip(record.spans, record.launched, strict=True):
+            if span.instruction.op in COMPUTE_OPS:
+                seconds = span.end - span.start
+                total += seconds
+                waited += seconds if span.end - launched <= _BEHIND * seconds else 0.0
+    return waited / total if total else 0.0
 
 
 def transfer_times(pipeline: Sequence[StepRecord]) -> Iterator[tuple[Instruction, float]]:

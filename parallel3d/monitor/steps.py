@@ -57,6 +57,7 @@ class StepRecorder:
         self._marks: dict[str, list[tuple[Instruction, Any, list[Any]]]] = {
             name: [] for name in ("spans", "waits", "reductions", "gathers")
         }
+        self._launched: list[float] = []
         self._begin = clock.mark()
         self._reduced = self._end = self._begin
         self._record: StepRecord | None = None
@@ -74,6 +75,8 @@ class StepRecorder:
         begin = self._clock.mark()
         yield
         self._marks[name].append((instruction, begin, [self._clock.mark()]))
+        if name == "spans":
+            self._launched.append(time.monotonic())
 
     def launched(self, instruction: Instruction, work: Work) -> None:
         """Record a reduction or gather that has just been launched, until it is done."""
@@ -105,7 +108,7 @@ class StepRecorder:
             spans = [
                 tuple(Span(self._stage, i, next(times), next(times)) for i, _, _ in rows) for rows in marks.values()
             ]
-            self._record = StepRecord(begin, reduced, end, *spans)
+            self._record = StepRecord(begin, reduced, end, *spans, tuple(t + offset for t in self._launched))
             self._marks.clear()
         return self._record
 

@@ -86,7 +86,8 @@ class Plan(BaseModel):
 
     name: the search or the schedule that made the shortest program; makespan: predicted seconds to the end of all reductions;
     exposed: the part of makespan that gathers and reductions add; bubble: predicted share, without them; held: the most
-    bytes of each rank; instructions: each rank's compute instructions, as in a schedule that the user writes.
+    bytes of each rank; waits_for_host: the largest share of a rank's compute time in which its device waits for the host, if
+    CUDA graphs can be captured; instructions: each rank's compute instructions, as in a schedule that the user writes.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -99,7 +100,13 @@ class Plan(BaseModel):
     bubble: float
     held: tuple[float, ...]
     measured: Measured
+    waits_for_host: float = 0.0
     instructions: tuple[tuple[str, ...], ...]
+
+    @property
+    def captures(self) -> bool:
+        """Whether CUDA graphs are captured: most of a rank's compute time is the host's."""
+        return self.waits_for_host > 0.5
 
     def program(self, num_micro_batches: int) -> Program:
         """Return the planned program; for another number of micro-batches, the best one for the same measurements."""

@@ -147,9 +147,7 @@ def make_policy(
     )
     gradient_dtype = DTYPES[accumulators] if accumulators else None
     # Whether autograd may add to the accumulators. Not in CUDA graphs, whose replays call no Python function.
-    by_autograd = gradient_dtype == weight_dtype and not (
-        per_micro_batch or config.compile.cuda_graphs or config.fp8.enabled
-    )
+    by_autograd = gradient_dtype == weight_dtype and not (per_micro_batch or config.cuda_graphs or config.fp8.enabled)
     return ZeroPolicy(
         stage=zero.stage,
         bucket_size=min(zero.reduce_bucket_size, zero.allgather_bucket_size),

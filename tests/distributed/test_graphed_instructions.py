@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -10,9 +12,10 @@ import pytest
 import torch
 import toy
 from graphed_runs import ACCUMULATION, check, make, train, train_sliced
-from layouts import make_engine
+from layouts import BASE_SEED, Run, make_engine, make_optimizer, own_iterator, run_reference, run_steps
+from layouts import check as check_run
 from ranks import RankError
-from reference import Item
+from reference import Item, Reference
 from taped_graphs import Tape, TapedGraphs
 from torch import Tensor, nn
 
@@ -21,10 +24,15 @@ from parallel3d.errors import ExecutionError
 from parallel3d.failures.neighbours import place_in
 from parallel3d.schedule.instructions import COMPUTE_OPS
 
+MEASURED = 8  # steps of schedule "auto"
 BF16 = {"bf16": {"enabled": True}}
 # The scale doubles in every step; in the fourth gradients overflow.
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 1, "hysteresis": 1}}
 CHEAP, FULL = ({"activation_checkpointing": {"policy": policy}} for policy in ("cheap", "full"))
+SELECTIVE = {
+    "compile": {"enabled": True, "backend": "aot_eager"},
+    "activation_checkpointing": {"policy": {"Attention": "attention", "default": "cheap"}},
+}
 
 
 @pytest.mark.parametrize(
@@ -35,12 +43,14 @@ CHEAP, FULL = ({"activation_checkpointing": {"policy": policy}} for policy in ("
         (2, 2, {"schedule": "zbv", "num_chunks": 2, "placement": "v"}, False, {**BF16, **CHEAP}),
         (1, 1, {"schedule": "zb-h1"}, False, {**BF16, "fp8": {"enabled": True}}),
         (2, 1, {"schedule": "1f1b"}, True, {**BF16, "zero_optimization": {"stage": 1, "reduce_bucket_size": 1500}}),
+        (1, 1, {"schedule": "zb-h1"}, False, SELECTIVE),
     ],
 )
 def test_graphs_train_bitwise_as_without(
     run_ranks, ranks: int, pp: int, pipeline: dict[str, Any], tied: bool, config: dict[str, Any]
 ):
-    graphed = run_ranks(ranks, train, pp, pipeline, tied, {**config, "compile": {"cuda_graphs": True}})
+    compiled = {**config.get("compile", {}), "cuda_graphs": True}
+    graphed = run_ranks(ranks, train, pp, pipeline, tied, {**config, "compile": compiled})
     plain = run_ranks(ranks, train, pp, pipeline, tied, config)
     check(graphed, plain)
     overflows = [norm for norm in plain[0][0][1] if not math.isfinite(norm)]
@@ -87,6 +97,49 @@ def test_what_cannot_be_captured_is_refused_by_name(run_ranks, config: dict[str,
 
 def refused(config: dict[str, Any]) -> None:
     make_engine(toy.model(False), compile={"cuda_graphs": True}, **config)
+
+
+def measure(file: str, loss: str) -> tuple[Run, float, bool, int, int]:
+    """Train by schedule "auto", whose plan's file is given, until a step is captured and the next one replayed."""
+    with mock.patch.object(step, "CudaGraphs", TapedGraphs):
+        engine = make_engine(
+            toy.model(False),
+            toy.cross_entropy if loss == "plain" else reading,
+            accumulation=2,
+            pipeline={"stages": 2, "schedule": "auto", "plan": file},
+            compile={"enabled": True, "backend": "eager"},
+        )
+    steps = (0 if engine.schedule_plan else MEASURED) + 4
+    run = run_steps(engine, own_iterator(engine, [toy.micro_batch(k) for k in range(2 * steps)]), steps)
+    plan, reports = engine.schedule_plan, engine.reports
+    own = plan.instructions[engine.pipeline_module.stage_id]
+    return run, plan.waits_for_host, reports.replays, len(engine._runner._executor._works), len(own)
+
+
+def reading(output: Tensor, labels: Tensor) -> Tensor:
+    return toy.cross_entropy(output, labels) * float(output.sum().item() > -1e9)
+
+
+def test_schedule_auto_captures_where_the_host_is_the_limit(run_ranks, tmp_path: Path):
+    """On the CPU, an instruction is done when the host has launched it."""
+    file = tmp_path / "plan.json"
+    ranks = run_ranks(2, measure, str(file), "plain")
+    reference = Reference(toy.model(False), toy.cross_entropy, make_optimizer("SGD"), base_seed=BASE_SEED)
+    check_run([run for run, *_ in ranks], run_reference(reference, [toy.micro_batch(k) for k in range(24)], 2), 1)
+    for _, waits, replays, graphs, instructions in ranks:
+        assert waits > 0.9
+        assert replays
+        assert graphs == instructions
+    plan = json.loads(file.read_text())
+    for share, most in ((0.6, True), (0.4, False)):
+        file.write_text(json.dumps({**plan, "waits_for_host": share}))
+        for _, waits, replays, graphs, instructions in run_ranks(2, measure, str(file), "plain"):
+            assert (waits, replays, graphs) == (share, most, instructions if most else 0)
+
+
+def test_schedule_auto_captures_nothing_where_graphs_of_the_compiler_break(run_ranks, tmp_path: Path):
+    for _, waits, replays, graphs, _ in run_ranks(2, measure, str(tmp_path / "plan.json"), "reading"):
+        assert (waits, replays, graphs) == (0.0, False, 0)
 
 
 def freeze_later(config: dict[str, Any]) -> list[Tensor]:

@@ -119,7 +119,7 @@ DECODER = DecoderConfig(
 )
 
 
-def train_decoder(schedule: str, precision: dict[str, Any], **compiled: Any) -> tuple[list[Tensor], int]:
+def train_decoder(schedule: str, given: dict[str, Any], **compiled: Any) -> tuple[list[Tensor], int]:
     """Losses, norms and weights after seven steps, on the host, and the most bytes reserved, without those of before."""
     release()
     before = torch.cuda.memory_reserved()
@@ -132,7 +132,7 @@ def train_decoder(schedule: str, precision: dict[str, Any], **compiled: Any) -> 
         "pipeline": {"schedule": schedule},
         "attention": {"backend": "math"},  # whose backward is deterministic
         "compile": compiled,
-        **precision,
+        **given,
     }
     model = PipelineModule(decoder(DECODER), num_stages=1, loss_fn=causal_lm_loss, seed_layers=True, config=config)
     engine, *_ = parallel3d.initialize(model=model, config=config)
@@ -147,11 +147,16 @@ def train_decoder(schedule: str, precision: dict[str, Any], **compiled: Any) -> 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("precision", [BF16, FP8], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_graphs_of_a_decoder(schedule: str, precision: dict[str, Any], compiled: bool):
+@pytest.mark.parametrize(
+    ("compiled", "policy"),
+    [(False, "none"), (True, "none"), (True, "cheap"), (True, "attention")],
+    ids=["eager", "compiled", "cheap", "attention"],
+)
+def test_graphs_of_a_decoder(schedule: str, precision: dict[str, Any], compiled: bool, policy: str):
     """With fused products into fp32, dropout, and compiled the operators of in_graph.py."""
-    plain, reserved = train_decoder(schedule, precision, enabled=compiled)
-    graphed, graphed_reserved = train_decoder(schedule, precision, enabled=compiled, cuda_graphs=True)
+    config = {**precision, "activation_checkpointing": {"policy": policy}}
+    plain, reserved = train_decoder(schedule, config, enabled=compiled)
+    graphed, graphed_reserved = train_decoder(schedule, config, enabled=compiled, cuda_graphs=True)
     for got, wanted in zip(graphed, plain, strict=True):
         assert torch.equal(got, wanted)
     assert graphed_reserved <= 1.1 * reserved + 2**26, "CUDA graphs reserve more memory"

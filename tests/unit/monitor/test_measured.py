@@ -10,7 +10,7 @@ import pytest
 from parallel3d.comm.clock import Clock
 from parallel3d.comm.collectives import Awaited, Group
 from parallel3d.comm.topology import ProcessTopology
-from parallel3d.monitor.records import StepRecord, instruction_times, traffic_times
+from parallel3d.monitor.records import StepRecord, instruction_times, time_for_host, traffic_times
 from parallel3d.monitor.steps import StepRecorder
 from parallel3d.schedule.instructions import Instruction, Op
 from parallel3d.schedule.timing import Span
@@ -87,3 +87,27 @@ def test_gathers_are_recorded_apart_and_all_or_none_of_them(ended: int, recorded
     read = recorder.read()
     assert [str(s.instruction) for s in read.reductions] == ["RED0@0#0"]
     assert [str(s.instruction) for s in read.gathers] == recorded
+
+
+def queued(launch: float, kernel: float, depth: int) -> StepRecord:
+    """Forwards of 50 kernels each on a device that takes `kernel` for one, whose host takes `launch` and has `depth` queued."""
+    host, ends, spans, launched = 0.0, [0.0], [], []
+    for m in range(8):
+        start = max(host, ends[-1])
+        for _ in range(50):
+            host = max(host, ends[-depth] if len(ends) > depth else 0.0) + launch
+            ends.append(max(host, ends[-1]) + kernel)
+        spans.append(Span(0, Instruction(Op.FORWARD, 0, m), start, ends[-1]))
+        launched.append(host)
+    return StepRecord(0.0, 0.0, 0.0, tuple(spans), launched=tuple(launched))
+
+
+@pytest.mark.parametrize("depth", [20, 1000])
+def test_a_device_waits_for_a_host_that_takes_longer_than_its_kernels(depth: int):
+    slow, fast = (queued(launch, 1.0, depth) for launch in (1.2, 0.7))
+    # Where the queue is full, a fast host takes as long as the device.
+    assert (fast.launched[-1] > 0.9 * fast.spans[-1].end) == (depth == 20)
+    assert time_for_host([slow, slow]) == 1.0
+    assert time_for_host([fast]) == 0.0
+    assert 0.5 < time_for_host([slow, fast]) < 0.6  # their times are 1.2 to 1
+    assert time_for_host([]) == 0.0
