@@ -107,6 +107,7 @@ class RandomStreams:
         return partial(self._enter, step, micro_batch)
 
     def _enter(self, step: int, micro_batch: int, layer: int) -> None:
+        OWN_STREAMS.enter_layer()
         seed = stream_seed(*self._seed, step, micro_batch, layer)
         for generator in self._generators:
             generator.manual_seed(seed)
@@ -114,6 +115,54 @@ class RandomStreams:
     def kept(self) -> AbstractContextManager[None]:
         """Restore the generators after the block: a script's own random numbers don't depend on the layout."""
         return _forked(self._device)
+
+
+class OwnStreams:
+    """Streams that this rank's shards draw from in the layer that runs. One a process, as torch's default generators.
+
+    most: the most that a layer has begun.
+    """
+
+    def __init__(self) -> None:
+        self.most = self._number = 0
+        self._capture: Callable[[int, int], Callable[[], object]] | None = None
+
+    @contextmanager
+    def captured(self, begin: Callable[[int, int], Callable[[], object]]) -> Iterator[None]:
+        """Let `begin` begin the streams in this context, a capture of a CUDA graph, in which no generator can be seeded.
+
+        It gets the number of the stream in its layer and the index of the shard, and returns what ends the stream.
+        """
+        self._capture = begin
+        try:
+            yield
+        finally:
+            self._capture = None
+
+    def enter_layer(self) -> None:
+        """Count the streams of another layer from now on."""
+        self._number = 0
+
+    def begin(self, index: int, device: torch.device) -> Callable[[], object]:
+        """Draw the numbers of shard `index` from now on, until the result is called."""
+        number = self._number
+        self._number = number + 1
+        if self._capture is not None:
+            return self._capture(number, index)
+        self.most = max(self.most, self._number)
+        seed = own_seed(index)
+        states = [(generator, generator.get_state()) for generator in _generators(device)]
+        for generator, _ in states:
+            generator.manual_seed(seed)
+
+        def end() -> None:
+            for generator, state in states:
+                generator.set_state(state)
+
+        return end
+
+
+OWN_STREAMS = OwnStreams()
 
 
 @contextmanager
@@ -129,11 +178,15 @@ def own_stream(index: int, size: int, device: torch.device) -> Iterator[None]:
     if size == 1:
         yield
         return
-    with seeded(_own_seed(index), device):
+    end = OWN_STREAMS.begin(index, device)
+    try:
         yield
+    finally:
+        end()
 
 
-def _own_seed(index: int) -> int:
+def own_seed(index: int) -> int:
+    """Return the seed of shard `index`'s next stream of its own."""
     # Drawn on the CPU: on CUDA the host would have to wait. While layers are traced, neither fake nor counted.
     with _disable_current_modes():
         return stream_seed(int(torch.randint(2**62, ())), index)
@@ -147,22 +200,18 @@ class OwnStream:
 
     def __init__(self, index: int):
         self._index = index
-        self._states: list[tuple[torch.Generator, torch.Tensor]] = []
+        self._end: Callable[[], object] | None = None
 
     def begin(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any = None) -> None:
         """Draw from the shard's own stream from now on."""
-        if not module.training:
-            return
-        seed = _own_seed(self._index)
-        self._states = [(generator, generator.get_state()) for generator in _generators(args[0].device)]
-        for generator, _ in self._states:
-            generator.manual_seed(seed)
+        if module.training:
+            self._end = OWN_STREAMS.begin(self._index, args[0].device)
 
     def end(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         """Draw from the common stream again."""
-        for generator, state in self._states:
-            generator.set_state(state)
-        self._states = []
+        if self._end is not None:
+            self._end()
+        self._end = None
 
 
 def same_stream(layer: int) -> None:

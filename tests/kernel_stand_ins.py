@@ -40,6 +40,9 @@ class GatheredSums:
         all_gather_into(parts.view(-1), x.view(-1), self._group).wait()
         out.copy_(all_reduce_ref(parts.unbind()).view(x.shape))
 
+    def raise_if_failed(self) -> None:
+        """No peer is late."""
+
 
 class GatheredReductions:
     """Computes what ReduceScatter does."""

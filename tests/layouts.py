@@ -188,11 +188,13 @@ def all_pairs(max_ranks: int = 12, candidates: int = 150) -> list[Layout]:
     return cover
 
 
-def specs(items: Sequence[Item]) -> list[Any]:
+def specs(items: Sequence[Item | LayerSpec]) -> list[Any]:
     """The layers of a PipelineModule."""
     layers: list[Any] = []
     for item in items:
-        if item.is_function:
+        if isinstance(item, LayerSpec):
+            layers.append(item)
+        elif item.is_function:
             layers.append(item.make)
         elif item.make is toy.Norm:  # a module as it is, for once
             layers.append(item.build())
@@ -247,7 +249,7 @@ def make_optimizer(name: str, **changes: Any) -> Callable[[list[nn.Parameter]], 
 
 
 def make_engine(
-    items: Sequence[Item],
+    items: Sequence[Item | LayerSpec],
     loss_fn: LossFn | None = toy.cross_entropy,
     *,
     optimizer: str = "SGD",

@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
 from torch._ops import OpOverload
 from torch.autograd import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from parallel3d.rng import OWN_STREAMS
 
 
 def _storages(tree: Any) -> list[int]:
@@ -45,11 +48,17 @@ class Tape(TorchDispatchMode):
         arguments = function._schema.arguments if isinstance(function, OpOverload) else ()
         given = {a.name: v for a, v in zip(arguments, args, strict=False)} | kwargs
         written = [given[a.name] for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-        written = tree_leaves([w for w in written if w is not None])
+        if function.namespace == "c10d":  # whose schemas don't say what is written
+            written = tree_leaves(args)
+        written = [w for w in tree_leaves(written) if isinstance(w, Tensor)]
         for tensor in written:
             if not set(_storages(tensor)) & self._own:
                 self._before.append((tensor, tensor.clone()))
         result = function(*args, **kwargs)
+        if function.namespace == "c10d":
+            # gloo's own wait may copy to the result, which would be recorded.
+            result[-1].wait()
+            result = *result[:-1], FakeWork().boxed()
         aliased = set(_storages((args, kwargs)))
         new = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and not set(_storages(leaf)) & aliased]
         self._own |= set(_storages(new))
@@ -59,9 +68,12 @@ class Tape(TorchDispatchMode):
         return result
 
     @staticmethod
-    def _again(function: Any, args: Any, kwargs: Any, result: Any, changed: list[Tensor]) -> None:
+    def _again(function: Any, args: Any, kwargs: Any, result: Any, changed: list[Tensor]) -> Any:
         with _unsafe_preserve_version_counter(tuple(changed)):  # a replay happens behind autograd's back
-            for old, new in zip(tree_leaves(result), tree_leaves(function(*args, **kwargs)), strict=True):
+            again = function(*args, **kwargs)
+            if function.namespace == "c10d":
+                return again[-1].wait()
+            for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
                 if any(old is tensor for tensor in changed) and old is not new:
                     old.copy_(new)
 
@@ -98,7 +110,7 @@ class TapedGraphs:
     def capture(self, layers: Sequence[int]) -> Iterator[Tape]:
         """Record what the block runs."""
         self._tape, self._host = Tape(), torch.get_rng_state()
-        with self._tape:
+        with self._tape, OWN_STREAMS.captured(self._begin_own):
             yield self._tape
         self._tape.undo()
         torch.set_rng_state(self._host)
@@ -106,6 +118,11 @@ class TapedGraphs:
     def enter(self, layer: int) -> None:
         """Begin a layer's stream."""
         self._tape.call(lambda: torch.manual_seed(self._seeds[layer]) and None)
+
+    def _begin_own(self, number: int, index: int) -> Callable[[], None]:
+        ends: list[Callable[[], object]] = []
+        self._tape.call(lambda: ends.append(OWN_STREAMS.begin(index, torch.device("cpu"))))
+        return lambda: self._tape.call(lambda: ends.pop()())
 
     def seed(self, layer: int) -> None:
         """Seed a layer's stream for the next replay."""

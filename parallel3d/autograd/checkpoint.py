@@ -43,12 +43,28 @@ class _Inputs(torch.autograd.Function):
         return anchor.detach()
 
 
-class _Settings:
-    """Random states, autocast and the default device, as they are at its creation."""
+@contextmanager
+def _without_draws() -> Iterator[None]:
+    """Let CUDA random numbers raise in this context, which is captured: those of a state that is of no graph do."""
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    state = generator.graphsafe_get_state()
+    generator.graphsafe_set_state(generator.clone_state())
+    try:
+        yield
+    finally:
+        generator.graphsafe_set_state(state)
 
-    def __init__(self) -> None:
+
+class _Settings:
+    """Random states, autocast and the default device, as they are at its creation.
+
+    random: whether random states are restored. A CUDA graph can't do that: drawing raises in a recomputation that is captured.
+    """
+
+    def __init__(self, random: bool) -> None:
         self._cuda = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        self._states = self._random_states()
+        self._refuses = random and self._cuda is not None and torch.cuda.is_current_stream_capturing()
+        self._states = self._random_states() if random and not self._refuses else None
         self._autocast = self._autocasts()
         self._device = torch.get_default_device()
 
@@ -67,10 +83,12 @@ class _Settings:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Restore them for the block, and after it those from before."""
-        states = self._random_states()
-        self._set_random(self._states)
         with ExitStack() as stack:
-            stack.callback(self._set_random, states)
+            if self._refuses:
+                stack.enter_context(_without_draws())
+            elif self._states is not None:
+                stack.callback(self._set_random, self._random_states())
+                self._set_random(self._states)
             if self._autocast != self._autocasts():
                 for kind, (enabled, dtype) in self._autocast.items():
                     stack.enter_context(torch.autocast(kind, dtype, enabled))
@@ -82,14 +100,16 @@ class _Settings:
 class _Region:
     """One call of a function. Slots are held by autograd's nodes, and hold the region."""
 
-    def __init__(self, function: Callable[..., Any], arguments: Sequence[Any], again: AbstractContextManager[Any]):
+    def __init__(
+        self, function: Callable[..., Any], arguments: Sequence[Any], again: AbstractContextManager[Any], random: bool
+    ):
         self._function, self._again = function, again
         self._places = [k for k, argument in enumerate(arguments) if isinstance(argument, Tensor)]
         self._arguments = [None if isinstance(argument, Tensor) else argument for argument in arguments]
         anchor = torch.empty(0, device="cpu", requires_grad=True)
         self._inputs: Tensor = _Inputs.apply(anchor, *(arguments[k] for k in self._places))
         self._slots: list[weakref.ref[_Slot]] = []
-        self._settings = _Settings()
+        self._settings = _Settings(random)
 
     def pack(self, tensor: Tensor) -> _Slot:
         """Return what autograd holds in place of a tensor."""
@@ -139,14 +159,15 @@ def checkpoint(
     function: Callable[..., Any],
     arguments: Sequence[Any],
     contexts: Contexts,
+    restores: bool = True,
 ) -> Any:
     """Return function(*arguments), of which autograd holds the arguments alone; its backward runs the function again.
 
     contexts: for the forward, and for the recomputation, which ends when all tensors that were saved are there again. Random
-    states of the CPU and of the current GPU, autocast and the default device are restored for it. Raises ExecutionError in the
+    states of the CPU and of the current GPU (if `restores`), autocast and the default device are restored for it. Raises ExecutionError in the
     backward if it saves other tensors than the forward.
     """
     forward, again = contexts
-    region = _Region(function, arguments, again)
+    region = _Region(function, arguments, again, restores)
     with saved_tensors_hooks(region.pack, unpack), forward:
         return function(*arguments)

@@ -51,6 +51,8 @@ class Checkpointer:
     Non-reentrant, on any device: arguments and results are any pytrees, with or without gradients. Random states, of the
     CPU and of the current GPU, are restored for the recomputation, and so is autocast. With `cpu_checkpointing` the
     arguments wait in pinned host memory. transfers: copies to and from the host.
+
+    A CUDA graph can't restore a random state: a recomputation that is captured raises where the function draws.
     """
 
     def __init__(
@@ -70,13 +72,16 @@ class Checkpointer:
 
         What the backward computes again is the settings' policy; all, unless that is one of SELECTIVE.
         """
-        return self._run(self.settings.policy, function, *args, **kwargs)
+        return self._run(self.settings.policy, True, function, *args, **kwargs)
 
-    def under(self, policy: RecomputationPolicy) -> Callable[..., Any]:
-        """Return what runs functions as this object does, by a policy in place of the settings'."""
-        return partial(self._run, policy)
+    def under(self, policy: RecomputationPolicy, restores: bool = True) -> Callable[..., Any]:
+        """Return what runs functions as this object does, by a policy in place of the settings'.
 
-    def _run(self, policy: object, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        restores: whether random states are restored; not for functions that seed the generators before they draw.
+        """
+        return partial(self._run, policy, restores)
+
+    def _run(self, policy: object, restores: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         leaves, tree = tree_flatten((args, kwargs))
@@ -94,7 +99,7 @@ class Checkpointer:
             if torch.compiler.is_compiling():
                 options: dict[str, Any] = {"context_fn": contexts} if contexts is not None else {}
                 return torch.utils.checkpoint.checkpoint(region, *leaves, use_reentrant=False, **options)
-            return checkpoint(region, leaves, _NO_CONTEXTS if contexts is None else contexts())
+            return checkpoint(region, leaves, _NO_CONTEXTS if contexts is None else contexts(), restores)
 
     @contextmanager
     def _boundary(self, recomputing: bool) -> Iterator[None]:

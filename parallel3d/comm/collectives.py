@@ -30,6 +30,9 @@ class AllReduceKernel(Protocol):
     def start(self, x: Tensor) -> Work:
         """Start to sum `x`, contiguous, in place, on another stream than the current one."""
 
+    def raise_if_failed(self) -> None:
+        """Raise CommunicationError if a peer was late in a sum that has ended. A replayed CUDA graph doesn't ask."""
+
 
 class ReduceScatterKernel(Protocol):
     """Implementation of the reduction of gradients over a group by a kernel of this package."""

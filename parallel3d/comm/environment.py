@@ -84,7 +84,7 @@ def _adopt_launcher(mpi: bool) -> None:
 
 
 def _prepare_cuda() -> None:
-    """Load kernels eagerly and give streams hardware queues of their own, unless the user has chosen.
+    """Load kernels eagerly, give streams hardware queues of their own, and register no buffers, unless the user has chosen.
 
     Loading a kernel at its first launch waits for those that run. One that sends to another rank runs until that rank
     receives, which may wait for a kernel of its own to load: with lazy loading, the first batch of a pipeline can hang.
@@ -100,6 +100,9 @@ def _prepare_cuda() -> None:
     if not torch.cuda.is_initialized():
         # As many hardware queues as there may be streams: those of peer/copies.py may wait, which blocks their queue.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    # NCCL would register the buffers of each captured collective with all ranks, which fails with expandable segments, and may
+    # sum in another order than without CUDA graphs.
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
 def _leave_at_exit() -> None:

@@ -25,8 +25,9 @@ from parallel3d.errors import ConfigError
 from parallel3d.monitor.memory import RunMemory
 from parallel3d.optim.precision import Precision
 from parallel3d.pipe.blocks import BlockUnits
-from parallel3d.pipe.cuda_graphs import CudaGraphs, GraphedExecutor, check_cuda_graphs
+from parallel3d.pipe.cuda_graphs import CudaGraphs, check_cuda_graphs
 from parallel3d.pipe.executor import Batch, BatchResult, Executor
+from parallel3d.pipe.graphed_executor import GraphedExecutor
 from parallel3d.pipe.messages import Messages
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.pipe.programs import Programs

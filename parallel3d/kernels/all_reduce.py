@@ -64,6 +64,10 @@ class AllReduce(PeerKernel):
             offset = call.start * width
             self._launch(call, stream, call.two_shot, *kind, source + offset, target + offset, call.size)
 
+    def raise_if_failed(self) -> None:
+        """Raise CommunicationError if a peer was late in any call that has ended; waits for nothing."""
+        self.workspace.raise_if_failed()
+
     def try_out(self) -> bool:
         """Return whether it sums right, in every dtype and way."""
         group, good = self.workspace.group, True

@@ -123,13 +123,20 @@ class SymmetricWorkspace:
         handle = current_handle(self.device.index)
         if self._last is None or self._last.cuda_stream != handle:
             stream = torch.cuda.current_stream(self.device)
-            if self._last is not None:
+            # A CUDA graph runs after all that came before its launch; its capture can't wait for it.
+            if self._last is not None and not torch.cuda.is_current_stream_capturing():
                 stream.wait_stream(self._last)
             self._last = stream
         return handle
 
     def run_on_side_stream(self, call: Callable[[], object], *tensors: Tensor) -> Copied:
-        """Run `call`, which uses the tensors, on the side stream after what the current stream has queued."""
+        """Run `call`, which uses the tensors, on the side stream after what the current stream has queued.
+
+        In a capture of a CUDA graph it runs on the current stream: all calls of a graph must follow each other in it.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            call()
+            return Copied(torch.cuda.current_stream(self.device).record_event(), tensors[0])
         self._side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._side):
             call()

@@ -1,52 +1,43 @@
-"""CUDA graphs of a rank's compute instructions, which the host launches with one call each.
-
-Every forward, backward, BACKWARD_INPUT and BACKWARD_WEIGHT of a program is captured by itself, in the program's order, into one
-pool of memory. Replays keep that order, so tensors share memory over instructions as they do without graphs. What enters or
-leaves an instruction (inputs, labels, gradients, losses) is copied; messages, reductions and casts of weights run between the
-graphs.
-"""
+"""CUDA graphs that share memory, with the random streams of the layers that they run."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
-from enum import Enum, auto
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
 
-from parallel3d.comm.structures import Structure, describe
-from parallel3d.config import SELECTIVE, Config
-from parallel3d.errors import ConfigError, ExecutionError, first_line_of
-from parallel3d.pipe.executor import Batch, BatchResult, Cell, Executor, InFlight, Recorder
+from parallel3d.config import Config
+from parallel3d.errors import ConfigError, ExecutionError
 from parallel3d.pipe.module import PipelineModule
-from parallel3d.schedule.instructions import Instruction, Program
+from parallel3d.rng import OWN_STREAMS, own_seed
 from parallel3d.zero.policy import ZeroPolicy
 
-# Times that a program runs before it is captured: layers are compiled, kernels loaded and tuned in them.
-WARM_UP = 2
-_REMEDY = "set compile.cuda_graphs to false"
+REMEDY = "set compile.cuda_graphs to false"
 
 
 def check_cuda_graphs(config: Config, module: PipelineModule, policy: ZeroPolicy) -> None:
     """Raise ConfigError, with all reasons, if instructions of such a training can't be captured as CUDA graphs."""
-    policies = {again for chunk in module.own_chunks for _, again in module.calls.groups(chunk) if again}
-    in_graphs = config.compile.enabled and config.compile.layers is None and policies <= set(SELECTIVE)
+    sliced = module.groups.model.size > 1
+    recomputation = config.activation_checkpointing
     reasons = {
-        "tensor parallelism (tensor_parallel.size)": module.groups.model.size > 1,
+        "copies between tensor-parallel ranks (tensor_parallel.peer_copies)": sliced
+        and config.tensor_parallel.copies_shards,
+        "a log of tensor-parallel collectives (comms_logger)": sliced and config.comms_logger.enabled,
         "ZeRO-3 (zero_optimization.stage)": policy.stage == 3,
         "offloaded state (zero_optimization.offload_optimizer, offload_param)": policy.offload or policy.weight_offload,
         "reduction in every micro-batch (zero_optimization.reduce_per_micro_batch)": policy.reduce_per_micro_batch,
-        "a changing loss scale (fp16.loss_scale 0)": config.fp16.enabled and not config.fp16.loss_scale,
-        "recomputed layers (pipeline.activation_checkpoint_interval)": policies and not in_graphs,
+        "activations on the host (activation_checkpointing.cpu_checkpointing)": recomputation.cpu_checkpointing,
+        "timed or synchronized recomputation (activation_checkpointing.profile, synchronize_checkpoint_boundary)": (
+            recomputation.profile or recomputation.synchronize_checkpoint_boundary
+        ),
         "check_numerics": config.check_numerics,
     }
     if found := [name for name, applies in reasons.items() if applies]:
-        raise ConfigError(f"compile.cuda_graphs can't be combined with {', '.join(found)}; change these, or {_REMEDY}")
+        raise ConfigError(f"compile.cuda_graphs can't be combined with {', '.join(found)}; change these, or {REMEDY}")
 
 
 class Replayable(Protocol):
@@ -62,19 +53,25 @@ class CudaGraphs:
     From its creation on, a stream of its own is the current one: the default stream can't be captured, and autograd would
     synchronize the two, since it computes each gradient on the stream on which its node was made.
 
-    A graph can't seed a generator. A layer draws from a state of its own instead, which is seeded before each replay.
+    A graph can't seed a generator. A layer draws from states of its own instead, which are seeded before each replay: one in
+    common with other tensor-parallel ranks, and one for each stream of the rank's shards (rng.OwnStreams).
     """
 
     def __init__(self, device: torch.device):
         if device.type != "cuda":
-            raise ConfigError(f"compile.cuda_graphs needs a CUDA device, and this is {device}; {_REMEDY}")
+            raise ConfigError(f"compile.cuda_graphs needs a CUDA device, and this is {device}; {REMEDY}")
         self._device, self._pool = device, torch.cuda.graph_pool_handle()
         self._generator = torch.cuda.default_generators[device.index or 0]
-        self._states: dict[int, torch.Generator] = {}
+        self._forget_streams()
         self._host_state = torch.get_rng_state()
         before, own = torch.cuda.current_stream(device), torch.cuda.Stream(device)
         own.wait_stream(before)
         torch.cuda.set_stream(own)
+
+    def _forget_streams(self) -> None:
+        self._states: dict[int, list[torch.Generator]] = {}
+        self._own: dict[int, dict[int, int]] = {}  # by layer: numbers of streams, and the shards that draw from them
+        self._layer = -1
 
     def release(self) -> None:
         """Give back memory that the same work has reserved without graphs, before what will stay is allocated in between."""
@@ -91,21 +88,26 @@ class CudaGraphs:
         """Capture the kernels that the block launches, which don't run. layers: those that may draw random numbers."""
         graph, own, spare = torch.cuda.CUDAGraph(), self._generator.graphsafe_get_state(), self._generator.clone_state()
         for layer in layers:
-            if layer not in self._states:
-                self._states[layer] = self._generator.clone_state()
-            graph.register_generator_state(self._states[layer])
+            states = self._states.setdefault(layer, [])
+            states += [self._generator.clone_state() for _ in range(len(states), 1 + OWN_STREAMS.most)]
+            for state in states:
+                graph.register_generator_state(state)
         self._host_state, collects = torch.get_rng_state(), gc.isenabled()
         gc.disable()  # a CUDA object that is freed now could break the capture
         # Only this thread's calls: NCCL's watchdog queries events at any time.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        # A state that is of no graph: numbers that are not drawn from the stream of a layer raise an error.
+        self._generator.graphsafe_set_state(spare)
         try:
-            yield graph
+            with OWN_STREAMS.captured(self._begin_own):
+                yield graph
             self._check_host()
         except BaseException:
             with suppress(Exception):
                 graph.capture_end()
             # PyTorch 2.11 leaves the states of a capture that can't be ended in order as if it went on.
-            own, self._states = spare, {}
+            own = spare
+            self._forget_streams()
             raise
         else:
             graph.capture_end()
@@ -117,257 +119,29 @@ class CudaGraphs:
     def enter(self, layer: int) -> None:
         """Begin the random stream of a layer while it is captured."""
         self._check_host()
-        self._generator.graphsafe_set_state(self._states[layer])
+        self._layer = layer
+        OWN_STREAMS.enter_layer()
+        self._generator.graphsafe_set_state(self._states[layer][0])
+
+    def _begin_own(self, number: int, index: int) -> Callable[[], object]:
+        before, states = self._generator.graphsafe_get_state(), self._states[self._layer]
+        if number + 1 >= len(states):
+            raise ExecutionError(f"a layer begins more random streams of its shards than in the steps before; {REMEDY}")
+        self._own.setdefault(self._layer, {})[number] = index
+        self._generator.graphsafe_set_state(states[number + 1])
+        return partial(self._generator.graphsafe_set_state, before)
 
     def _check_host(self) -> None:
         if not torch.equal(self._host_state, torch.get_rng_state()):
-            raise ExecutionError(f"a layer draws random numbers on the host, which a graph would repeat; {_REMEDY}")
+            raise ExecutionError(f"a layer draws random numbers on the host, which a graph would repeat; {REMEDY}")
 
     def seed(self, layer: int) -> None:
-        """Seed a layer's state as the default generator is seeded now."""
-        self._states[layer].manual_seed(self._generator.initial_seed())
+        """Seed a layer's states as the default generators are seeded now."""
+        common, *own = self._states[layer]
+        common.manual_seed(self._generator.initial_seed())
+        for number, index in self._own.get(layer, {}).items():
+            own[number].manual_seed(own_seed(index))
 
     def drew(self, layers: Sequence[int]) -> list[int]:
         """Return which of these layers the last replay drew for, since they were seeded."""
-        return [layer for layer in layers if self._states[layer].get_offset()]
-
-
-class _Mode(Enum):
-    """How a batch runs: without graphs, with those that fit, or capturing all."""
-
-    EAGER = auto()
-    REPLAY = auto()
-    CAPTURE = auto()
-
-
-@dataclass
-class _Work:
-    """Captured work of an instruction.
-
-    - inputs, outputs: tensors at the addresses where the graph reads and writes.
-    - given: structures of a forward's inputs and labels, and what multiplies its gradients. structure: of its output.
-    - arrives: parameters whose accumulators hold a gradient from then on.
-    - drawing: layers that draw random numbers; None before the first replay.
-    """
-
-    graph: Replayable
-    inputs: list[Tensor]
-    outputs: list[Tensor]
-    arrives: set[nn.Parameter]
-    given: Any = None
-    structure: Structure | None = None
-    drawing: Sequence[int] | None = None
-
-
-class GraphedExecutor(Executor):
-    """Executor that captures a training program at its third run, and replays it from then on.
-
-    A micro-batch of other shapes runs without graphs, and so does a program of another number of micro-batches until it runs
-    three times in a row. Parameters that are frozen, or trained again, begin anew.
-
-    prepare: called with the modules of a chunk in each step, outside of graphs: it computes from weights what stays in a step.
-    """
-
-    def __init__(self, graphs: CudaGraphs, prepare: Callable[[Iterable[nn.Module]], None], *args: Any, **kwargs: Any):
-        self._graphs, self._prepare = graphs, prepare
-        self._works: dict[Instruction, _Work] = {}
-        self._mode = _Mode.EAGER
-        self._captured: Program | None = None
-        self._trained: list[tuple[nn.Parameter, bool]] = []  # whether each parameter was when it was captured
-        self._runs: tuple[Program | None, int] = (None, 0)
-        super().__init__(*args, **kwargs)
-
-    def _clear(self) -> None:
-        super()._clear()
-        self._received: dict[Cell, tuple[Structure, list[Tensor]]] = {}
-        self._graphed: set[Cell] = set()
-        self._prepared: set[int] = set()
-
-    def run(
-        self, program: Program, owners: Sequence[tuple[int, ...]], batch: Batch, record: Recorder, wait: Recorder
-    ) -> BatchResult:
-        """Run this rank's list, see Executor.run."""
-        self._mode = self._mode_of(program, batch)
-        if self._mode is _Mode.CAPTURE:
-            self._works, self._captured = {}, None
-            self._trained = [(p, p.requires_grad) for p in self._module.parameters()]
-            self._graphs.begin()
-        try:
-            result = super().run(program, owners, batch, record, wait)
-        except Exception:
-            self._works, self._captured = {}, None
-            raise
-        if self._mode is _Mode.CAPTURE:
-            self._captured = program
-        elif batch.captures and self._captured is None:
-            self._graphs.release()  # the optimizer is about to allocate its state
-        return result
-
-    def _mode_of(self, program: Program, batch: Batch) -> _Mode:
-        if not batch.replays:
-            return _Mode.EAGER
-        if any(p.requires_grad is not trained for p, trained in self._trained):
-            self._works, self._captured, self._trained = {}, None, []
-        if program is self._captured:
-            self._runs = (None, 0)
-            return _Mode.REPLAY
-        if not batch.captures:
-            return _Mode.EAGER
-        last, runs = self._runs
-        self._runs = program, (runs if program is last else 0) + 1
-        return _Mode.CAPTURE if self._runs[1] > WARM_UP else _Mode.EAGER
-
-    def _enter(self, cell: Cell, structure: Structure, tensors: list[Tensor]) -> None:
-        if self._mode is _Mode.EAGER:
-            super()._enter(cell, structure, tensors)
-        else:
-            self._received[cell] = structure, tensors
-
-    def _forward(self, i: Instruction) -> None:
-        if self._mode is _Mode.EAGER:
-            return super()._forward(i)
-        cell, is_last = (i.chunk, i.micro_batch), i.chunk == self._last_chunk
-        self._wait_for_weights(i.chunk)
-        inputs = self._received.pop(cell) if i.chunk else describe(self._inputs.pop(cell)[0])
-        labels = describe(self._labels.pop(i.micro_batch) if is_last else None)
-        given = inputs[0], labels[0], self._batch.loss_weight * self._batch.loss_scale
-        work = self._works.get(i)
-        if self._mode is _Mode.CAPTURE:
-            work = self._capture_forward(i, inputs, labels)
-            work.given = given
-        elif work is None or work.given != given:
-            self._give(cell, inputs, labels)
-            return super()._forward(i)
-        self._graphed.add(cell)
-        results = self._replay(i, work, [*inputs[1], *labels[1]])
-        if self._mode is _Mode.REPLAY:
-            self._in_flight[cell] = InFlight(None, [], work.structure)
-        if not is_last:
-            assert work.structure is not None
-            self._outputs[cell] = work.structure, results
-            return None
-        self._result.losses[i.micro_batch], *count = results
-        if count:
-            self._result.counts[i.micro_batch] = count[0]
-        if self._mode is _Mode.REPLAY:
-            self._gradients[cell] = []  # the loss's gradient is in the graph
-        return None
-
-    def _wait_for_weights(self, chunk: int) -> None:
-        for calls, _ in self._module.calls.groups(chunk):
-            for call in calls:
-                if call.module is not None:
-                    self._module.wait_for_weights(call.module)
-                    if chunk not in self._prepared:
-                        self._prepare(call.module.modules())
-        self._prepared.add(chunk)
-
-    def _give(self, cell: Cell, inputs: tuple[Structure, list[Tensor]], labels: tuple[Structure, list[Tensor]]) -> None:
-        """Put a forward's inputs and labels where it takes them from."""
-        if cell[0] == 0:
-            self._inputs[cell] = inputs[0].rebuild(inputs[1]), None
-        else:
-            super()._enter(cell, *inputs)
-        if cell[0] == self._last_chunk:
-            self._labels[cell[1]] = labels[0].rebuild(labels[1])
-
-    def _capture_forward(
-        self, i: Instruction, inputs: tuple[Structure, list[Tensor]], labels: tuple[Structure, list[Tensor]]
-    ) -> _Work:
-        cell, number, m = (i.chunk, i.micro_batch), len(inputs[1]), i.micro_batch
-        structure: Structure | None = None
-
-        def run(static: list[Tensor]) -> list[Tensor]:
-            nonlocal structure
-            self._give(cell, (inputs[0], static[:number]), (labels[0], static[number:]))
-            super(GraphedExecutor, self)._forward(i)
-            if i.chunk == self._last_chunk:
-                return [self._result.losses[m], *([self._result.counts[m]] if m in self._result.counts else [])]
-            structure, outputs = self._outputs.pop(cell)
-            return outputs
-
-        work = self._capture(i, [*inputs[1], *labels[1]], run)
-        work.structure = structure
-        return work
-
-    def _backward(self, i: Instruction, reduces: Sequence[Instruction]) -> None:
-        if self._runs_graph(i, partial(self._reducer.backward, ())):
-            self._reducer.launch(reduces)
-        else:
-            super()._backward(i, reduces)
-
-    def _backward_input(self, i: Instruction) -> None:
-        if not self._runs_graph(i, partial(self._reducer.backward_input, (i.chunk, i.micro_batch))):
-            super()._backward_input(i)
-
-    def _backward_weight(self, i: Instruction, reduces: Sequence[Instruction]) -> None:
-        cell = (i.chunk, i.micro_batch)
-        if cell not in self._graphed:
-            return super()._backward_weight(i, reduces)
-
-        def run(_: list[Tensor]) -> list[Tensor]:
-            self._reducer.backward_weight(cell, ())
-            return []
-
-        self._replay(i, self._capture(i, [], run) if self._mode is _Mode.CAPTURE else self._works[i], [])
-        return self._reducer.launch(reduces)
-
-    def _runs_graph(self, i: Instruction, context: Callable[[], AbstractContextManager[None]]) -> bool:
-        """Run autograd by a graph, and return True, if the forward was one. context: of the gradient reducer."""
-        cell, before = (i.chunk, i.micro_batch), (i.chunk - 1, i.micro_batch)
-        if cell not in self._graphed:
-            return False
-        gradients = self._gradients.pop(cell)
-        tensors = [] if i.chunk == self._last_chunk else gradients
-
-        def run(static: list[Tensor]) -> list[Tensor]:
-            self._gradients[cell] = static or gradients
-            with context():
-                self._run_autograd(i)
-            return self._gradients.pop(before, [])
-
-        if self._mode is _Mode.CAPTURE:
-            work = self._capture(i, tensors, run)
-        else:
-            work = self._works[i]
-            del self._in_flight[cell]
-        results = self._replay(i, work, tensors)
-        if i.chunk:
-            self._gradients[before] = results
-        return True
-
-    def _layers(self, chunk: int) -> list[int]:
-        return [call.layer for calls, _ in self._module.calls.groups(chunk) for call in calls]
-
-    def _capture(self, i: Instruction, tensors: Sequence[Tensor], run: Callable[[list[Tensor]], list[Tensor]]) -> _Work:
-        """Capture `run`, which gets tensors like these at addresses of the graph, and returns its results."""
-        sink, batch, layers = self._reducer.sink, self._batch, self._layers(i.chunk)
-        touched = sink.touched()
-        self._batch = replace(batch, streams=[self._graphs.enter] * len(batch.streams))
-        try:
-            with self._graphs.capture(layers) as graph:
-                static = [torch.empty_like(tensor.detach()) for tensor in tensors]
-                # Aliases with version counters of their own: autograd watches those of the tensors that it saves.
-                inputs = [tensor.data for tensor in static]
-                outputs = run(static)
-        except Exception as error:
-            raise ExecutionError(f"it can't be captured as a CUDA graph: {first_line_of(error)}; {_REMEDY}") from error
-        finally:
-            self._batch = batch
-        work = self._works[i] = _Work(graph, inputs, outputs, sink.touched() - touched)
-        return work
-
-    def _replay(self, i: Instruction, work: _Work, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Run captured work on these tensors, and return copies of its outputs: the next graphs reuse their memory."""
-        with torch.no_grad():
-            for static, tensor in zip(work.inputs, tensors, strict=True):
-                static.copy_(tensor)
-        drawing = self._layers(i.chunk) if work.drawing is None else work.drawing
-        for layer in drawing:
-            self._batch.streams[i.micro_batch](layer)
-            self._graphs.seed(layer)
-        work.graph.replay()
-        if work.drawing is None:
-            work.drawing = self._graphs.drew(drawing)
-        self._reducer.sink.replayed(work.arrives)
-        return [output.clone() for output in work.outputs]
+        return [layer for layer in layers if any(state.get_offset() for state in self._states[layer])]

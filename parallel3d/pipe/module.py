@@ -344,7 +344,7 @@ class PipelineModule(nn.Module):
             if policy and torch.is_grad_enabled():
                 again = self.activation_checkpoint_func
                 if self._own_checkpoint_func is None and isinstance(again, Checkpointer):
-                    again = again.under(policy)
+                    again = again.under(policy, restores=enter is same_stream)
                 x = again(partial(self._run, calls, enter, recomputed=True), x)
             else:
                 x = self._run(calls, enter, x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,18 +11,24 @@ from unittest import mock
 import pytest
 import torch
 import toy
-from graphed_runs import check, train
+from graphed_runs import ACCUMULATION, check, make, train, train_sliced
 from layouts import BASE_SEED, Run, make_engine, make_optimizer, own_iterator, run_reference, run_steps
 from layouts import check as check_run
 from ranks import RankError
 from reference import Item, Reference
-from taped_graphs import TapedGraphs
+from taped_graphs import Tape, TapedGraphs
 from torch import Tensor, nn
 
 from parallel3d.engine import step
+from parallel3d.errors import ExecutionError
+from parallel3d.failures.neighbours import place_in
+from parallel3d.schedule.instructions import COMPUTE_OPS
 
 MEASURED = 8  # steps of schedule "auto"
 BF16 = {"bf16": {"enabled": True}}
+# The scale doubles in every step; in the fourth gradients overflow.
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 1, "hysteresis": 1}}
+CHEAP, FULL = ({"activation_checkpointing": {"policy": policy}} for policy in ("cheap", "full"))
 SELECTIVE = {
     "compile": {"enabled": True, "backend": "aot_eager"},
     "activation_checkpointing": {"policy": {"Attention": "attention", "default": "cheap"}},
@@ -31,9 +38,9 @@ SELECTIVE = {
 @pytest.mark.parametrize(
     ("ranks", "pp", "pipeline", "tied", "config"),
     [
-        (1, 1, {"schedule": "1f1b"}, False, BF16),
-        (2, 2, {"schedule": "zb-h1"}, True, {}),
-        (2, 2, {"schedule": "zbv", "num_chunks": 2, "placement": "v"}, False, BF16),
+        (1, 1, {"schedule": "1f1b"}, False, FP16),
+        (2, 2, {"schedule": "zb-h1", "activation_checkpoint_interval": 2}, True, {}),
+        (2, 2, {"schedule": "zbv", "num_chunks": 2, "placement": "v"}, False, {**BF16, **CHEAP}),
         (1, 1, {"schedule": "zb-h1"}, False, {**BF16, "fp8": {"enabled": True}}),
         (2, 1, {"schedule": "1f1b"}, True, {**BF16, "zero_optimization": {"stage": 1, "reduce_bucket_size": 1500}}),
         (1, 1, {"schedule": "zb-h1"}, False, SELECTIVE),
@@ -46,24 +53,46 @@ def test_graphs_train_bitwise_as_without(
     graphed = run_ranks(ranks, train, pp, pipeline, tied, {**config, "compile": compiled})
     plain = run_ranks(ranks, train, pp, pipeline, tied, config)
     check(graphed, plain)
+    overflows = [norm for norm in plain[0][0][1] if not math.isfinite(norm)]
+    assert len(overflows) == (config is FP16)
+
+
+@pytest.mark.parametrize(
+    ("sequence_parallel", "pipeline", "config"),
+    [(True, {"schedule": "zb-h1"}, FULL), (False, {"schedule": "1f1b"}, {**BF16, "fp8": {"enabled": True}})],
+)
+def test_tensor_parallel_graphs_train_bitwise_as_without(
+    run_ranks, sequence_parallel: bool, pipeline: dict[str, Any], config: dict[str, Any]
+):
+    graphed = run_ranks(2, train_sliced, sequence_parallel, pipeline, {**config, "compile": {"cuda_graphs": True}})
+    check(graphed, run_ranks(2, train_sliced, sequence_parallel, pipeline, config))
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({}, "needs a CUDA device, and this is cpu; set compile.cuda_graphs to false"),
-        ({"fp16": {"enabled": True}}, r"can't be combined with a changing loss scale \(fp16.loss_scale 0\)"),
         (
             {"check_numerics": True, "zero_optimization": {"stage": 3}, **BF16},
             r"with ZeRO-3 \(zero_optimization.stage\), check_numerics; change",
         ),
-        ({"pipeline": {"activation_checkpoint_interval": 1}}, "with recomputed layers"),
+        (
+            {
+                "tensor_parallel": {"size": 2, "sequence_parallel": True, "peer_copies": True},
+                "comms_logger": {"enabled": True},
+            },
+            r"with copies between .* \(tensor_parallel.peer_copies\), a log of tensor-parallel collectives",
+        ),
+        (
+            {"activation_checkpointing": {"policy": "full", "cpu_checkpointing": True, "profile": True}},
+            r"with activations on the host \(activation_checkpointing.cpu_checkpointing\), timed or synchronized",
+        ),
         ({"zero_optimization": {"stage": 2, "reduce_per_micro_batch": True}}, "with reduction in every micro-batch"),
     ],
 )
 def test_what_cannot_be_captured_is_refused_by_name(run_ranks, config: dict[str, Any], message: str):
     with pytest.raises(RankError, match=message):
-        run_ranks(1, refused, config)
+        run_ranks(config.get("tensor_parallel", {}).get("size", 1), refused, config)
 
 
 def refused(config: dict[str, Any]) -> None:
@@ -129,3 +158,34 @@ def test_parameters_frozen_after_the_capture_stay_as_they_are(run_ranks):
     ((graphed,), (plain,)) = (run_ranks(1, freeze_later, {"compile": {"cuda_graphs": c}}) for c in (True, False))
     assert all(map(torch.equal, graphed, plain))
     assert torch.equal(plain[16], plain[28])
+
+
+def fail_in_the_fourth_replay() -> tuple[str, str, str]:
+    """What instruction that is, the error, and the instruction that a watchdog of this rank would have named."""
+    engine = make(toy.model(False), pipeline={"stages": 1, "schedule": "zb-h1"}, compile={"cuda_graphs": True})
+    data, places, number = iter([toy.micro_batch(k) for k in range(100)]), [], 0
+    activity, find = engine.process_groups.activity, engine._runner.programs.get
+
+    def replay(tape: Tape) -> None:
+        nonlocal number
+        number += 1
+        if number == 4:
+            places.append(place_in(activity.slots, 0, find))
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        replayed(tape)
+
+    for _ in range(3):
+        engine.train_batch(data)
+    replayed = Tape.replay
+    with mock.patch.object(Tape, "replay", replay), pytest.raises(ExecutionError) as caught:
+        engine.train_batch(data)
+    fourth = [i for i in find(ACCUMULATION, True).instructions[0] if i.op in COMPUTE_OPS][3]
+    return str(fourth), str(caught.value), str(places[0])
+
+
+def test_a_failure_in_a_replay_names_instruction_and_layers(run_ranks):
+    ((wanted, error, place),) = run_ranks(1, fail_in_the_fourth_replay)
+    layers = ", ".join(map(str, range(len(toy.model(False)))))
+    assert f"rank 0, stage 0, micro-batch {wanted[1]}, instruction {wanted}: RuntimeError: CUDA error" in error
+    assert error.endswith(f"encountered, in the CUDA graph of layers {layers}")
+    assert place == wanted

@@ -14,6 +14,7 @@ from parallel3d.kernels.cuda_library import build, find_library, find_nvcc
 
 # For deterministic algorithms; cuBLAS reads it when a worker first multiplies.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # as init_distributed sets it
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import toy
-from graphed_runs import check, train
+from graphed_runs import check, train, train_sliced
 from layouts import make_engine
 from ranks import RankPool
 from reference import Item
@@ -24,6 +24,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 BF16 = {"bf16": {"enabled": True}}
 FP8 = {**BF16, "fp8": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 1, "hysteresis": 1}}
+CHEAP, FULL = ({"activation_checkpointing": {"policy": policy}} for policy in ("cheap", "full"))
 GRAPHS = {"compile": {"cuda_graphs": True}}
 ACCUMULATION = 4
 
@@ -47,7 +49,7 @@ def release() -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "tied", "config"),
-    [("1f1b", False, BF16), ("1f1b", True, {}), ("zb-h1", False, FP8), ("zb-h1", True, {})],
+    [("1f1b", False, {**BF16, **FULL}), ("1f1b", True, CHEAP), ("zb-h1", False, FP8), ("zb-h1", True, FP16)],
 )
 def test_graphs_train_bitwise_as_without_on_one_gpu(schedule: str, tied: bool, config: dict[str, Any]):
     runs = [train(1, {"schedule": schedule}, tied, {**config, **changes}) for changes in (GRAPHS, {})]
@@ -67,6 +69,43 @@ def test_graphs_train_bitwise_as_without_on_two_gpus(
 ):
     graphed, plain = (gpu_pool.run(2, train, pp, pipeline, False, {**config, **c}) for c in (GRAPHS, {}))
     check(graphed, plain)
+
+
+def check_sliced(gpu_pool: RankPool, sequence_parallel: bool, schedule: str, config: dict[str, Any]) -> None:
+    compiled = config.get("compile", {})
+    graphed, plain = (
+        gpu_pool.run(
+            2,
+            train_sliced,
+            sequence_parallel,
+            {"schedule": schedule},
+            {**config, "compile": {**compiled, **c}},
+            timeout=400,
+        )
+        for c in (GRAPHS["compile"], {})
+    )
+    check(graphed, plain)
+
+
+@pytest.mark.parametrize(
+    ("sequence_parallel", "schedule", "config"),
+    [
+        (True, "zb-h1", BF16),
+        (False, "1f1b", {**FP16, **FULL}),
+        (True, "1f1b", {**FP8, **CHEAP}),
+        (True, "zb-h1", {**BF16, "compile": {"enabled": True}}),
+    ],
+    ids=["sequence_parallel", "fp16", "fp8", "compiled"],
+)
+def test_graphs_hold_the_collectives_of_tensor_slices(
+    gpu_pool: RankPool, sequence_parallel: bool, schedule: str, config: dict[str, Any]
+):
+    check_sliced(gpu_pool, sequence_parallel, schedule, config)
+
+
+@pytest.mark.usefixtures("compiled_kernels")
+def test_graphs_hold_the_kernel_that_sums_over_tensor_slices(gpu_pool: RankPool):
+    check_sliced(gpu_pool, False, "1f1b", {**BF16, "kernels": {"all_reduce": True}})
 
 
 DECODER = DecoderConfig(
@@ -121,6 +160,44 @@ def test_graphs_of_a_decoder(schedule: str, precision: dict[str, Any], compiled:
     for got, wanted in zip(graphed, plain, strict=True):
         assert torch.equal(got, wanted)
     assert graphed_reserved <= 1.1 * reserved + 2**26, "CUDA graphs reserve more memory"
+
+
+class Blocks(nn.Module):
+    """A plain module, of which the engine recomputes the blocks."""
+
+    def __init__(self, dropout: float):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(dropout), nn.Linear(64, 64)) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return nn.functional.mse_loss(x, y)
+
+
+def train_plain(dropout: float, config: dict[str, Any]) -> list[Tensor]:
+    torch.manual_seed(3)
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "optimizer": {"type": "AdamW"},
+        "steps_per_print": None,
+        **FULL,
+        **config,
+    }
+    engine, *_ = parallel3d.initialize(model=Blocks(dropout), config=config)
+    batches = iter([tuple(torch.randn(2, 8, 64)) for _ in range(5)])
+    return [engine.train_batch(batches).cpu() for _ in range(5)] + [
+        p.detach().cpu() for p in engine.module.parameters()
+    ]
+
+
+def test_recomputed_blocks_of_a_plain_module_are_captured_unless_they_draw():
+    assert all(map(torch.equal, train_plain(0.0, GRAPHS), train_plain(0.0, {})))
+    with pytest.raises(ExecutionError, match="it can't be captured as a CUDA graph: "):
+        train_plain(0.1, GRAPHS)
+    torch.ones(1, device="cuda").item()  # the device still works
 
 
 class Reading(nn.Linear):

@@ -1,0 +1,275 @@
+"""Executor that launches each compute instruction of a rank with one call, by a CUDA graph.
+
+Every forward, backward, BACKWARD_INPUT and BACKWARD_WEIGHT of a program is captured by itself, in the program's order, into one
+pool of memory. Replays keep that order, so tensors share memory over instructions as they do without graphs. What enters or
+leaves an instruction (inputs, labels, gradients, losses) is copied; messages, reductions and casts of weights run between the
+graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel3d.comm.structures import Structure, describe
+from parallel3d.errors import ExecutionError, first_line_of, note_place
+from parallel3d.pipe.cuda_graphs import REMEDY, CudaGraphs, Replayable
+from parallel3d.pipe.executor import Batch, BatchResult, Cell, Executor, InFlight, Recorder, loss_gradient
+from parallel3d.schedule.instructions import Instruction, Program
+
+# Times that a program runs before it is captured: layers are compiled, kernels loaded and tuned in them.
+WARM_UP = 2
+
+
+class _Mode(Enum):
+    """How a batch runs: without graphs, with those that fit, or capturing all."""
+
+    EAGER = auto()
+    REPLAY = auto()
+    CAPTURE = auto()
+
+
+@dataclass
+class _Work:
+    """Captured work of an instruction.
+
+    - inputs, outputs: tensors at the addresses where the graph reads and writes.
+    - given: structures of a forward's inputs and labels. structure: of its output.
+    - arrives: parameters whose accumulators hold a gradient from then on.
+    - drawing: layers that draw random numbers; None before the first replay.
+    """
+
+    graph: Replayable
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    arrives: set[nn.Parameter]
+    given: Any = None
+    structure: Structure | None = None
+    drawing: Sequence[int] | None = None
+
+
+class GraphedExecutor(Executor):
+    """Executor that captures a training program at its third run, and replays it from then on.
+
+    A micro-batch of other shapes runs without graphs, and so does a program of another number of micro-batches until it runs
+    three times in a row. Parameters that are frozen, or trained again, begin anew.
+
+    prepare: called with the modules of a chunk in each step, outside of graphs: it computes from weights what stays in a step.
+    """
+
+    def __init__(self, graphs: CudaGraphs, prepare: Callable[[Iterable[nn.Module]], None], *args: Any, **kwargs: Any):
+        self._graphs, self._prepare = graphs, prepare
+        self._works: dict[Instruction, _Work] = {}
+        self._mode = _Mode.EAGER
+        self._captured: Program | None = None
+        self._trained: list[tuple[nn.Parameter, bool]] = []  # whether each parameter was when it was captured
+        self._runs: tuple[Program | None, int] = (None, 0)
+        super().__init__(*args, **kwargs)
+
+    def _clear(self) -> None:
+        super()._clear()
+        self._received: dict[Cell, tuple[Structure, list[Tensor]]] = {}
+        self._graphed: set[Cell] = set()
+        self._prepared: set[int] = set()
+
+    def run(
+        self, program: Program, owners: Sequence[tuple[int, ...]], batch: Batch, record: Recorder, wait: Recorder
+    ) -> BatchResult:
+        """Run this rank's list, see Executor.run."""
+        self._mode = self._mode_of(program, batch)
+        if self._mode is _Mode.CAPTURE:
+            self._works, self._captured = {}, None
+            self._trained = [(p, p.requires_grad) for p in self._module.parameters()]
+            self._graphs.begin()
+        try:
+            result = super().run(program, owners, batch, record, wait)
+        except Exception:
+            self._works, self._captured = {}, None
+            raise
+        if self._mode is _Mode.CAPTURE:
+            self._captured = program
+        elif batch.captures and self._captured is None:
+            self._graphs.release()  # the optimizer is about to allocate its state
+        return result
+
+    def _mode_of(self, program: Program, batch: Batch) -> _Mode:
+        if not batch.replays:
+            return _Mode.EAGER
+        if any(p.requires_grad is not trained for p, trained in self._trained):
+            self._works, self._captured, self._trained = {}, None, []
+        if program is self._captured:
+            self._runs = (None, 0)
+            return _Mode.REPLAY
+        if not batch.captures:
+            return _Mode.EAGER
+        last, runs = self._runs
+        self._runs = program, (runs if program is last else 0) + 1
+        return _Mode.CAPTURE if self._runs[1] > WARM_UP else _Mode.EAGER
+
+    def _enter(self, cell: Cell, structure: Structure, tensors: list[Tensor]) -> None:
+        if self._mode is _Mode.EAGER:
+            super()._enter(cell, structure, tensors)
+        else:
+            self._received[cell] = structure, tensors
+
+    def _forward(self, i: Instruction) -> None:
+        if self._mode is _Mode.EAGER:
+            return super()._forward(i)
+        cell, is_last = (i.chunk, i.micro_batch), i.chunk == self._last_chunk
+        self._wait_for_weights(i.chunk)
+        inputs = self._received.pop(cell) if i.chunk else describe(self._inputs.pop(cell)[0])
+        labels = describe(self._labels.pop(i.micro_batch) if is_last else None)
+        given = inputs[0], labels[0]
+        work = self._works.get(i)
+        if self._mode is _Mode.CAPTURE:
+            work = self._capture_forward(i, inputs, labels)
+            work.given = given
+        elif work is None or work.given != given:
+            self._give(cell, inputs, labels)
+            return super()._forward(i)
+        self._graphed.add(cell)
+        results = self._replay(i, work, [*inputs[1], *labels[1]])
+        if self._mode is _Mode.REPLAY:
+            self._in_flight[cell] = InFlight(None, [], work.structure)
+        if not is_last:
+            assert work.structure is not None
+            self._outputs[cell] = work.structure, results
+            return None
+        loss, *count = results
+        self._result.losses[i.micro_batch] = loss
+        if count:
+            self._result.counts[i.micro_batch] = count[0]
+        # Outside of the graph, because the loss scale changes.
+        self._gradients[cell] = [loss_gradient(loss, self._batch.loss_weight * self._batch.loss_scale)]
+        return None
+
+    def _wait_for_weights(self, chunk: int) -> None:
+        for calls, _ in self._module.calls.groups(chunk):
+            for call in calls:
+                if call.module is not None:
+                    self._module.wait_for_weights(call.module)
+                    if chunk not in self._prepared:
+                        self._prepare(call.module.modules())
+        self._prepared.add(chunk)
+
+    def _give(self, cell: Cell, inputs: tuple[Structure, list[Tensor]], labels: tuple[Structure, list[Tensor]]) -> None:
+        """Put a forward's inputs and labels where it takes them from."""
+        if cell[0] == 0:
+            self._inputs[cell] = inputs[0].rebuild(inputs[1]), None
+        else:
+            super()._enter(cell, *inputs)
+        if cell[0] == self._last_chunk:
+            self._labels[cell[1]] = labels[0].rebuild(labels[1])
+
+    def _capture_forward(
+        self, i: Instruction, inputs: tuple[Structure, list[Tensor]], labels: tuple[Structure, list[Tensor]]
+    ) -> _Work:
+        cell, number, m = (i.chunk, i.micro_batch), len(inputs[1]), i.micro_batch
+        structure: Structure | None = None
+
+        def run(static: list[Tensor]) -> list[Tensor]:
+            nonlocal structure
+            self._give(cell, (inputs[0], static[:number]), (labels[0], static[number:]))
+            super(GraphedExecutor, self)._forward(i)
+            if i.chunk == self._last_chunk:
+                return [self._result.losses[m], *([self._result.counts[m]] if m in self._result.counts else [])]
+            structure, outputs = self._outputs.pop(cell)
+            return outputs
+
+        work = self._capture(i, [*inputs[1], *labels[1]], run)
+        work.structure = structure
+        return work
+
+    def _backward(self, i: Instruction, reduces: Sequence[Instruction]) -> None:
+        if self._runs_graph(i, partial(self._reducer.backward, ())):
+            self._reducer.launch(reduces)
+        else:
+            super()._backward(i, reduces)
+
+    def _backward_input(self, i: Instruction) -> None:
+        if not self._runs_graph(i, partial(self._reducer.backward_input, (i.chunk, i.micro_batch))):
+            super()._backward_input(i)
+
+    def _backward_weight(self, i: Instruction, reduces: Sequence[Instruction]) -> None:
+        cell = (i.chunk, i.micro_batch)
+        if cell not in self._graphed:
+            return super()._backward_weight(i, reduces)
+
+        def run(_: list[Tensor]) -> list[Tensor]:
+            self._reducer.backward_weight(cell, ())
+            return []
+
+        self._replay(i, self._capture(i, [], run) if self._mode is _Mode.CAPTURE else self._works[i], [])
+        return self._reducer.launch(reduces)
+
+    def _runs_graph(self, i: Instruction, context: Callable[[], AbstractContextManager[None]]) -> bool:
+        """Run autograd by a graph, and return True, if the forward was one. context: of the gradient reducer."""
+        cell, before = (i.chunk, i.micro_batch), (i.chunk - 1, i.micro_batch)
+        if cell not in self._graphed:
+            return False
+        tensors = self._gradients.pop(cell)
+
+        def run(static: list[Tensor]) -> list[Tensor]:
+            self._gradients[cell] = static
+            with context():
+                self._run_autograd(i)
+            return self._gradients.pop(before, [])
+
+        if self._mode is _Mode.CAPTURE:
+            work = self._capture(i, tensors, run)
+        else:
+            work = self._works[i]
+            del self._in_flight[cell]
+        results = self._replay(i, work, tensors)
+        if i.chunk:
+            self._gradients[before] = results
+        return True
+
+    def _layers(self, chunk: int) -> list[int]:
+        return [call.layer for calls, _ in self._module.calls.groups(chunk) for call in calls]
+
+    def _capture(self, i: Instruction, tensors: Sequence[Tensor], run: Callable[[list[Tensor]], list[Tensor]]) -> _Work:
+        """Capture `run`, which gets tensors like these at addresses of the graph, and returns its results."""
+        sink, batch, layers = self._reducer.sink, self._batch, self._layers(i.chunk)
+        touched = sink.touched()
+        self._batch = replace(batch, streams=[self._graphs.enter] * len(batch.streams))
+        try:
+            with self._graphs.capture(layers) as graph:
+                static = [torch.empty_like(tensor.detach()) for tensor in tensors]
+                # Aliases with version counters of their own: autograd watches those of the tensors that it saves.
+                inputs = [tensor.data for tensor in static]
+                outputs = run(static)
+        except Exception as error:
+            raise ExecutionError(f"it can't be captured as a CUDA graph: {first_line_of(error)}; {REMEDY}") from error
+        finally:
+            self._batch = batch
+        work = self._works[i] = _Work(graph, inputs, outputs, sink.touched() - touched)
+        return work
+
+    def _replay(self, i: Instruction, work: _Work, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Run captured work on these tensors, and return copies of its outputs: the next graphs reuse their memory."""
+        with torch.no_grad():
+            for static, tensor in zip(work.inputs, tensors, strict=True):
+                static.copy_(tensor)
+        drawing = self._layers(i.chunk) if work.drawing is None else work.drawing
+        for layer in drawing:
+            self._batch.streams[i.micro_batch](layer)
+            self._graphs.seed(layer)
+        try:
+            if (kernel := self._module.groups.model.all_reduce_kernel) is not None:
+                kernel.raise_if_failed()
+            work.graph.replay()
+        except Exception as error:
+            note_place(error, f"the CUDA graph of layers {', '.join(map(str, self._layers(i.chunk)))}")
+            raise
+        if work.drawing is None:
+            work.drawing = self._graphs.drew(drawing)
+        self._reducer.sink.replayed(work.arrives)
+        return [output.clone() for output in work.outputs]
