@@ -120,8 +120,8 @@ class Catalogue:
     def _find(self, name: str) -> dict[str, Any]:
         if name.lower() not in self._values:
             raise ConfigError(
-                f"unknown device {name!r};{nearest(name, self.devices)} Known are {', '.join(self.devices)}; describe another "
-                "one under `devices` of a cluster's YAML, or measure it with p3d plan --measure"
+                f"unknown device {name!r}.{nearest(name, self.devices)} The known ones are {', '.join(self.devices)}; describe "
+                "another under `devices` of a cluster's YAML, or measure it with p3d plan --measure"
             )
         return self._values[name.lower()]
 

@@ -43,7 +43,7 @@ def choice_rule(choice: LayerChoice | None, names: Sequence[str], key: str) -> C
         unknown = [name for name in choice if name not in names]
     if unknown:
         raise ConfigError(
-            f"{key} names {unknown[0]!r}, which no layer has;{nearest(unknown[0], names)} the layers are "
+            f"{key} names {unknown[0]!r}, which no layer has.{nearest(unknown[0], names)} The layers are "
             + ", ".join(dict.fromkeys(names))
         )
     return lambda k, layer: names[k] in chosen

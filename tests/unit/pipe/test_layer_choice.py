@@ -31,8 +31,8 @@ def test_layers_are_chosen_by_names_a_pattern_or_a_function(choice: Any, chosen:
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        (["Block", "Haed"], "compile.layers names 'Haed', which no layer has; Did you mean 'Head'\\?"),
-        ("Transformer", "names 'Transformer', which no layer has; the layers are Embed, Block, MLPBlock, Head"),
+        (["Block", "Haed"], "compile.layers names 'Haed', which no layer has. Did you mean 'Head'\\?"),
+        ("Transformer", "names 'Transformer', which no layer has. The layers are Embed, Block, MLPBlock, Head"),
         ("Block(", "is no regular expression"),
     ],
 )
