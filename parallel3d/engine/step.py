@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,16 @@ from parallel3d.zero.policy import ZeroPolicy, live_limits, usual_live, within
 from parallel3d.zero.weights import Units
 
 
+class _Rank(NamedTuple):
+    """Facts of a rank that others need. most_live: elements of weights that may be gathered at a time on its device."""
+
+    seed: int
+    num_buckets: Mapping[tuple[int, ...], int]
+    units: Mapping[int, int]  # sharded weights and their sizes
+    uses: Mapping[int, ChunkUses]
+    most_live: int
+
+
 class BatchRunner:
     """Runs batches by the schedule, with the layers' random streams and the configured attention kernels.
 
@@ -65,23 +75,23 @@ class BatchRunner:
         self.attention = attention_context(config.attention.backend, model.device)
         whole = isinstance(model, SingleStageModule)
         layers = None if update.units is None or whole else LayerUnits(model, update.units)
-        sharded = update.units.sizes if update.units else {}, layers.uses if layers else {}
-        most = usual_live(update.policy, model.device)
-        mine = torch.initial_seed(), update.reducer.num_buckets(), sharded, most
-        everyone = all_gather_object(mine, model.groups.control)
+        sizes, uses = update.units.sizes if update.units else {}, layers.uses if layers else {}
+        most_live = usual_live(update.policy, model.device)
+        own = _Rank(torch.initial_seed(), update.reducer.num_buckets(), sizes, uses, most_live)
+        everyone: list[_Rank] = all_gather_object(own, model.groups.control)
         # Rank 0's seed is used, so that a script which seeds each rank differently draws the same numbers in every layout.
-        self.streams = RandomStreams((config.seed, everyone[0][0]), model.device)
+        self.streams = RandomStreams((config.seed, everyone[0].seed), model.device)
         # Only of this rank's pipeline: other tensor-parallel ranks may have parameters of other sizes, and so other numbers.
         pipeline = [everyone[rank] for rank in model.groups.pipe.ranks]
-        num_buckets = {owners: n for _, numbers, *_ in pipeline for owners, n in numbers.items()}
+        num_buckets = {owners: n for rank in pipeline for owners, n in rank.num_buckets.items()}
         partitioned = update.policy.stage > 0 and model.groups.data.size > 1
-        possible = live_limits(config.zero_optimization, [sizes for *_, (sizes, _), _ in pipeline])
-        limits = within(possible, min(rank[-1] for rank in everyone))
+        possible = live_limits(config.zero_optimization, [rank.units for rank in pipeline])
+        limits = within(possible, min(rank.most_live for rank in everyone))
         lifetimes: Lifetimes | None = None
         self.blocks: BlockUnits | None = None
         if layers is not None:
             model.use_units(layers)
-            lifetimes = _lifetimes([sharded for *_, sharded, _ in pipeline], limits)
+            lifetimes = _lifetimes(pipeline, limits)
         elif whole and update.policy.stage == 3:
             replicas = model.groups.build(model.groups.topology.get_axis_comm_lists("data"), backend="gloo")
             self.blocks = BlockUnits(model.layers["0"], update.units or Units({}), limits, replicas)
@@ -217,8 +227,8 @@ def _executor_kind(config: Config, model: PipelineModule, policy: ZeroPolicy, fp
     return partial(GraphedExecutor, CudaGraphs(model.device), fp8.cast_weights)
 
 
-def _lifetimes(stages: Sequence[tuple[Mapping[int, int], Mapping[int, ChunkUses]]], limits: LiveLimits) -> Lifetimes:
-    """Join what the stages of a pipeline tell of their sharded weights: (sizes of units, uses of chunks) of each."""
-    sizes = {unit: size for own, _ in stages for unit, size in own.items()}
-    uses = {chunk: its for _, own in stages for chunk, its in own.items()}
+def _lifetimes(pipeline: Sequence[_Rank], limits: LiveLimits) -> Lifetimes:
+    """Return the lifetimes of the sharded weights of all stages."""
+    sizes = {unit: size for rank in pipeline for unit, size in rank.units.items()}
+    uses = {chunk: its for rank in pipeline for chunk, its in rank.uses.items()}
     return Lifetimes([uses[chunk] for chunk in sorted(uses)], sizes, limits)
