@@ -21,6 +21,22 @@ HostAllocator = Callable[[int, torch.dtype, bool], Tensor]  # numel, dtype, whet
 
 
 @dataclass(frozen=True, eq=False)
+class ShardHomes:
+    """Where a rank keeps shards, and how sharded weights are gathered.
+
+    - gather_group: the ranks of the partition with a communicator of their own, for gathers of sharded weights.
+    - allocate: makes flat tensors of zeros for offloaded state. host: keeps shards of weights in host memory or on disk.
+    """
+
+    gather_group: Group | None = None
+    allocate: HostAllocator | None = None
+    host: HostShards | None = None
+
+
+ON_DEVICE = ShardHomes()
+
+
+@dataclass(frozen=True, eq=False)
 class ParameterShard:
     """The part of one parameter that the optimizer updates on this rank: `master`, with its gradient in `gradient`.
 
@@ -56,19 +72,11 @@ class Bucket:
       it can read the gradients where they are.
     """
 
-    def __init__(
-        self,
-        layout: BucketLayout,
-        partition: Group,
-        rank: int,
-        gather_group: Group | None = None,
-        allocate: HostAllocator | None = None,
-        host: HostShards | None = None,
-    ):
+    def __init__(self, layout: BucketLayout, partition: Group, rank: int, homes: ShardHomes):
         self.infos, self.offsets, self.sizes = layout.infos, layout.offsets, layout.sizes
         self.numel, self.kind, self.owners = layout.numel, layout.kind, layout.owners
         self.parameters = tuple(info.parameter for info in self.infos)
-        self.partition, self._gather_group = partition, gather_group or partition
+        self.partition, self._gather_group = partition, homes.gather_group or partition
         self.device = self.parameters[0].device
         self.weight_dtype, self.master_dtype = layout.weight_dtype, layout.master_dtype
         self.gradient_dtype = layout.gradient_dtype
@@ -77,12 +85,16 @@ class Bucket:
         # Whether the masters are a copy, in a wider dtype than the weights.
         self.has_own_master = layout.has_own_master
         # Whether masters of their own, and the optimizer's state, are in host memory, or on disk, between steps.
-        self.is_offloaded, self.state_on_disk, self._allocate = layout.is_offloaded, layout.state_on_disk, allocate
+        self.is_offloaded, self.state_on_disk, self._allocate = (
+            layout.is_offloaded,
+            layout.state_on_disk,
+            homes.allocate,
+        )
         self.weights_offloaded = layout.weights_offloaded
         start = partition.ranks.index(rank) * layout.shard_numel
         self.shard = slice(start, start + layout.shard_numel)
         self.sharded: ShardedWeights | None = None
-        self.weights, self.own_weights, self.master = self._place_weights(layout, host)
+        self.weights, self.own_weights, self.master = self._place_weights(layout, homes.host)
         zeros = partial(torch.zeros, dtype=self.gradient_dtype, device=self.device)
         self.gradients = None if layout.is_transient else zeros(self.numel)
         self.gradient_shard = zeros(layout.shard_numel) if self.gradients is None else self.gradients[self.shard]
@@ -309,14 +321,7 @@ def make_buckets(
     policy: ZeroPolicy,
     partition: Group,
     rank: int,
-    gather_group: Group | None = None,
-    allocate: HostAllocator | None = None,
-    host: HostShards | None = None,
+    homes: ShardHomes = ON_DEVICE,
 ) -> list[Bucket]:
-    """Make the buckets of parameters of the same owners, in the order given, one kind to a bucket.
-
-    gather_group: the ranks of `partition` with a communicator of their own, for gathers of sharded weights. allocate: makes
-    flat tensors of zeros for offloaded state; host: for shards of weights in host memory.
-    """
-    layouts = lay_out(infos, policy, partition.size)
-    return [Bucket(layout, partition, rank, gather_group, allocate, host) for layout in layouts]
+    """Make the buckets of parameters of the same owners, in the order given, one kind to a bucket."""
+    return [Bucket(layout, partition, rank, homes) for layout in lay_out(infos, policy, partition.size)]
