@@ -91,7 +91,7 @@ TEST = [
 setup(
     name="parallel3d",
     version="0.1.0",
-    description="Trains neural networks across pipeline stages, ZeRO data parallelism and tensor slices at once",
+    description="Trains neural networks with pipeline, ZeRO data and tensor parallelism at once",
     long_description=README,
     long_description_content_type="text/markdown",
     license="Apache-2.0",

@@ -1,4 +1,4 @@
-"""A schedule of one's own: written as lists, checked, drawn as text beside 1F1B, and used for training.
+"""A schedule of your own: written as lists, checked, drawn as text beside 1F1B, and used for training.
 
 It is a list of instructions for each stage: F3@1 is the forward of micro-batch 3 on stage 1, I and W are the halves of its
 backward, for the input and for the weights. This one is 1F1B in which stage r computes weight gradients r micro-batches late:

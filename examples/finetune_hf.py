@@ -1,4 +1,4 @@
-"""Fine-tuning of a causal language model of Hugging Face on text files, with pipeline stages, tensor slices and replicas.
+"""Fine-tuning of a causal language model of Hugging Face on text files, with pipeline stages, tensor parallelism and replicas.
 
 It trains all weights or LoRA adapters alone (--lora RANK), on documents packed into rows of --seq tokens in which they don't
 attend to each other, generates text, and saves weights or adapters for from_pretrained. A file is a document. Without --model

@@ -1,4 +1,4 @@
-"""A layer of one's own in tensor-parallel slices, in two ways: by a plan for plain PyTorch, and with the package's layers.
+"""A layer of your own with tensor parallelism, in two ways: by a plan for plain PyTorch, and with the package's layers.
 
 GatedMLP is plain PyTorch. SlicedMLP shards it by a plan, as Megatron-LM does: the first product by columns, the second by rows.
 Its fused weight has two segments, gate and value, and each rank gets a part of either. SlicedHead writes the same out by hand.

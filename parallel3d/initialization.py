@@ -23,8 +23,9 @@ from parallel3d.models.huggingface.meta import read_when_needed
 from parallel3d.optim import build_optimizer, build_scheduler
 from parallel3d.pipe.batch import make_loader
 from parallel3d.pipe.data import RepeatingLoader
+from parallel3d.pipe.layer_choice import policy_rule
 from parallel3d.pipe.module import PipelineModule
-from parallel3d.pipe.settings import checkpoint_interval, policy_rule
+from parallel3d.pipe.settings import checkpoint_interval
 from parallel3d.pipe.single_stage import SingleStageModule
 from parallel3d.zero.external import set_configured_leaf_modules
 
@@ -116,7 +117,10 @@ def _with_weights(model: object, weights: str | Path | None) -> nn.Module:
 
 
 def _as_pipeline(model: nn.Module, config: Config) -> PipelineModule:
-    """Return the model as a pipeline of one stage, if it isn't a pipeline already. Raises ConfigError as _check_module does."""
+    """Return the model as a pipeline of one stage, if it isn't a pipeline already, and set what it recomputes.
+
+    Raises ConfigError as _check_module does.
+    """
     size = config.tensor_parallel.autotp_size
     if not isinstance(model, PipelineModule):
         if config.zero_optimization.stage == 3:
@@ -130,7 +134,23 @@ def _as_pipeline(model: nn.Module, config: Config) -> PipelineModule:
             "tensor-parallel ranks; set tensor_parallel.size in the configuration that it is built with, instead"
         )
     _check_module(model, config)
+    if not isinstance(model, SingleStageModule):
+        _set_recomputation(model, config)
     return model
+
+
+def _set_recomputation(model: PipelineModule, config: Config) -> None:
+    """Recompute what the configuration says, also in a module that was built without it, as DeepSpeed's engine does."""
+    policies = config.activation_checkpointing.policy or model.policies
+    if leaves_open(policies):
+        policies = model.policies
+        if not isinstance(policies, Mapping):
+            raise ConfigError(
+                'activation_checkpointing.policy has "auto", by which a PipelineModule chooses while it is built; pass it '
+                "the same config=, and sample_input="
+            )
+    interval = model.settings.activation_checkpoint_interval or checkpoint_interval(config) or 0
+    model.calls.recompute(interval, policy_rule(None, policies, model.layer_names))
 
 
 def _batch_sizes(pipeline: PipelineModule, config: Config) -> BatchSizes:
@@ -172,21 +192,10 @@ def _check_module(model: PipelineModule, config: Config) -> None:
         raise ConfigError(f"the topology has axes {others} besides pipe, data and model; give them 1 rank")
     built = {"size": model.groups.model.size, **vars(model.settings)}
     if not isinstance(model, SingleStageModule):
-        # As DeepSpeed's engine sets them in a module that has been built. Random masks are seeded by layer anyway.
-        policy = config.activation_checkpointing.policy or model.policies
-        if leaves_open(policy):
-            policy = model.policies
-            if not isinstance(policy, Mapping):
-                raise ConfigError(
-                    'activation_checkpointing.policy has "auto", by which a PipelineModule chooses while it is built; pass it '
-                    "the same config=, and sample_input="
-                )
-        interval = built["activation_checkpoint_interval"] or checkpoint_interval(config) or 0
-        model.calls.recompute(interval, policy_rule(None, policy, model.layer_names))
-        if built["activation_checkpoint_interval"] == 0 < interval:
-            del built["activation_checkpoint_interval"]
-        if not built["seed_layers"]:
-            del built["seed_layers"]
+        # Recomputation is set later, see _set_recomputation; random masks are seeded by layer anyway.
+        for setting in ("activation_checkpoint_interval", "seed_layers"):
+            if not built[setting]:
+                del built[setting]
     if built["size"] == 1:
         del built["layout_independent"]  # one rank draws what the whole layer draws
     for section in ("tensor_parallel", "rng", "pipeline"):

@@ -112,6 +112,9 @@ class _Probes(ast.NodeTransformer):
             body = getattr(node, field, None)
             if isinstance(body, list) and not isinstance(node, ast.Module | ast.ClassDef):
                 setattr(node, field, [new for statement in body for new in self._probed(statement)])
+        if isinstance(node, ast.Module):
+            last = max(k for k, statement in enumerate(node.body) if getattr(statement, "module", "") == "__future__")
+            node.body[last + 1 : last + 1] = ast.parse("import mutation_plugin as _mutation_plugin").body
         return node
 
     def _probed(self, statement: ast.stmt) -> list[ast.stmt]:
@@ -119,7 +122,7 @@ class _Probes(ast.NodeTransformer):
         ids = sorted(k for line in lines for k in self._lines.get(line, ()))
         if not ids or isinstance(statement, ast.FunctionDef | ast.ClassDef):
             return [statement]
-        return [*ast.parse(f"__import__('mutation_plugin').hit({ids})").body, statement]
+        return [*ast.parse(f"_mutation_plugin.hit({ids})").body, statement]
 
 
 def probe(args: argparse.Namespace) -> None:

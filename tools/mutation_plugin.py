@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import multiprocessing
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,36 +13,51 @@ import pytest
 HITS = os.environ.get("MUTATION_HITS")
 _SIZE = 4096
 _seen: set[tuple[bytes, int]] = set()
-_current: dict[str, mmap.mmap] = {}
+_current: list[mmap.mmap] = []
 
 
-def _shared() -> mmap.mmap:
-    """Return the memory that holds the current test's phase and name, shared by all processes of one pytest worker."""
-    name = os.environ.setdefault("MUTATION_WORKER", os.environ.get("PYTEST_XDIST_WORKER", "main"))
-    if name not in _current:
-        path = Path(str(HITS)) / f"{name}.current"
-        if not path.exists():
-            path.write_bytes(bytes(_SIZE))
-        with path.open("r+b") as file:
-            _current[name] = mmap.mmap(file.fileno(), _SIZE)
-    return _current[name]
+def _shared() -> mmap.mmap | None:
+    """Return the memory that holds the current test's phase and name, shared by all processes of one pytest worker.
+
+    Its file has the worker's process id. Ranks come from a fork server that all workers share: their parent is their worker.
+    """
+    if not _current:
+        parent = multiprocessing.parent_process()
+        ids = [str(parent.pid) if parent else "none", os.environ.get("MUTATION_WORKER", "none")]
+        found = [path for path in (Path(str(HITS)) / f"{name}.current" for name in ids) if path.exists()]
+        if not found:
+            return None
+        os.environ["MUTATION_WORKER"] = found[0].stem
+        with found[0].open("r+b") as file:
+            _current.append(mmap.mmap(file.fileno(), _SIZE))
+    return _current[0]
 
 
 def hit(mutants: list[int]) -> None:
-    """Note that the current test reaches these mutants."""
-    if not HITS:
+    """Note that the current test reaches these mutants; in a compiled function, when it is traced."""
+    if not HITS or (shared := _shared()) is None:
         return
-    now = bytes(_shared()[:_SIZE]).rstrip(b"\0")
+    now = bytes(shared[:_SIZE]).rstrip(b"\0")
     for mutant in mutants:
         if now and (now, mutant) not in _seen:
             _seen.add((now, mutant))
-            with (Path(HITS) / f"{os.getpid()}.hits").open("a") as file:
+            # Some tests leave no room for files.
+            with suppress(OSError), (Path(HITS) / f"{os.getpid()}.hits").open("a") as file:
                 file.write(f"{mutant}\t{now.decode()}\n")
 
 
+hit._dynamo_marked_constant = True  # type: ignore[attr-defined] # torch.compile calls it as it traces, without a graph break
+
+
 def _begin(phase: str, item: pytest.Item) -> None:
-    if HITS:
-        _shared()[:_SIZE] = f"{phase}\t{item.nodeid}".encode().ljust(_SIZE, b"\0")
+    if not HITS:
+        return
+    if _shared() is None:
+        (Path(HITS) / f"{os.getpid()}.current").write_bytes(bytes(_SIZE))
+        os.environ["MUTATION_WORKER"] = str(os.getpid())
+    shared = _shared()
+    assert shared is not None
+    shared[:_SIZE] = f"{phase}\t{item.nodeid}".encode().ljust(_SIZE, b"\0")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -163,9 +163,11 @@ def checkpoint(
 ) -> Any:
     """Return function(*arguments), of which autograd holds the arguments alone; its backward runs the function again.
 
-    contexts: for the forward, and for the recomputation, which ends when all tensors that were saved are there again. Random
-    states of the CPU and of the current GPU (if `restores`), autocast and the default device are restored for it. Raises ExecutionError in the
-    backward if it saves other tensors than the forward.
+    - contexts: for the forward, and for the recomputation, which ends when all tensors that were saved are there again.
+    - restores: whether random states of the CPU and of the current GPU are restored for it. Autocast and the default device
+      are.
+
+    Raises ExecutionError in the backward if it saves other tensors than the forward.
     """
     forward, again = contexts
     region = _Region(function, arguments, again, restores)

@@ -166,8 +166,8 @@ def _read(word: str, text: str) -> tuple[str, Any]:
         known = [f"{name}N ({meaning})" for name, (_, meaning) in _NUMBERED.items()]
         known += ["sp (sequence parallelism)" if flag == "sp" else flag for flag in _FLAGS]
         raise ConfigError(
-            f"layout {text[:200]!r}: unknown word {word[:50]!r}.{hint} Known are {', '.join(known)}, with N of at most "
-            "9 digits; separate them by commas"
+            f"layout {text[:200]!r}: unknown word {word[:50]!r}.{hint} Give words from {', '.join(known)}, separated "
+            "by commas; N has at most 9 digits"
         )
     name, number = match[1], int(match[2])
     field, meaning = _NUMBERED[name]

@@ -117,13 +117,14 @@ class Catalogue:
         values = self._find(name)
         return Wiring.model_validate(values["wiring"]) if "wiring" in values else None
 
-    def _find(self, name: str) -> dict[str, Any]:
-        if name.lower() not in self._values:
+    def _find(self, name: object) -> dict[str, Any]:
+        found = self._values.get(str(name).lower())
+        if found is None:
             raise ConfigError(
-                f"unknown device {name!r};{nearest(name, self.devices)} Known are {', '.join(self.devices)}; describe another "
-                "one under `devices` of a cluster's YAML, or measure it with p3d plan --measure"
+                f"unknown device {name!r}.{nearest(str(name), self.devices)} The known ones are {', '.join(self.devices)}; "
+                "describe another under `devices` of a cluster's YAML, or measure it with p3d plan --measure"
             )
-        return self._values[name.lower()]
+        return found
 
 
 @cache

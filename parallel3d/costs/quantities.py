@@ -65,7 +65,7 @@ class Described(BaseModel):
             if unknown:
                 keys = ", ".join(cls.model_fields)
                 raise ValueError(
-                    f"unknown key {unknown[0]!r};{nearest(unknown[0], cls.model_fields)} Keys here: {keys}"
+                    f"unknown key {unknown[0]!r}.{nearest(unknown[0], cls.model_fields)} Known here: {keys}"
                 )
         return given
 

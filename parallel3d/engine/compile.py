@@ -28,8 +28,8 @@ from parallel3d.first_shapes import FirstShapes
 from parallel3d.logs import logger
 from parallel3d.monitor.uncompiled import UncompiledWriter
 from parallel3d.pipe.blocks import BlockUnits
+from parallel3d.pipe.layer_choice import choice_rule
 from parallel3d.pipe.module import PipelineModule
-from parallel3d.pipe.settings import choice_rule
 
 
 class Compilation:

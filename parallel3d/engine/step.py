@@ -1,4 +1,4 @@
-"""Execution of one batch by its schedule, with more gathered weights where activations have freed memory (ZeRO-3)."""
+"""Execution of one batch by its schedule."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,56 +30,24 @@ from parallel3d.pipe.executor import Batch, BatchResult, Executor
 from parallel3d.pipe.graphed_executor import GraphedExecutor
 from parallel3d.pipe.messages import Messages
 from parallel3d.pipe.module import PipelineModule
-from parallel3d.pipe.programs import Programs
+from parallel3d.pipe.programs import FreedMemory, Programs
 from parallel3d.pipe.single_stage import SingleStageModule
 from parallel3d.pipe.units import LayerUnits
 from parallel3d.rng import EnterLayer, RandomStreams
-from parallel3d.schedule.instructions import Op, Program
+from parallel3d.schedule.instructions import Op
 from parallel3d.schedule.lifetimes import ChunkUses, Lifetimes, LiveLimits
 from parallel3d.zero.policy import ZeroPolicy, live_limits, usual_live, within
 from parallel3d.zero.weights import Units
 
-_MEASURED = 2  # of equal batches: the second has all that a step allocates
 
+class _Rank(NamedTuple):
+    """Facts of a rank that others need. most_live: elements of weights that may be gathered at a time on its device."""
 
-class FreedMemory:
-    """Measures a batch's memory, and plans more gathered weights for those that come where it was below its peak.
-
-    Weights must leave the device when activations fill it, and each copy from the host takes time. But while a pipeline's
-    forwards begin, or its backwards end, few activations are there. The peak of memory stays as it is.
-
-    Collective: every rank makes it and calls its methods at the same points.
-    """
-
-    def __init__(self, units: LayerUnits, programs: Programs, model: PipelineModule):
-        self._units, self._programs, self._groups, self._stage = units, programs, model.groups, model.stage_id
-        self._of: tuple[Program | None, Sequence[int]] = None, ()
-        self._batches = 0
-        self._filled: Program | None = None
-
-    def program_for(self, program: Program, signatures: Sequence[int]) -> Program:
-        """Return what to run in place of a training program, for micro-batches of these signatures."""
-        known = self._of[0] is program and self._of[1] == signatures
-        if not all(all_gather_object(known, self._groups.control)):
-            self._of, self._batches, self._filled = (program, signatures), 0, None
-        self._batches += 1
-        if self._batches == _MEASURED:
-            self._units.measure()
-        return self._filled or program
-
-    def after(self) -> None:
-        """Plan, if the batch was measured."""
-        if self._batches != _MEASURED:
-            return
-        everyone = all_gather_object((self._stage, self._units.freed()), self._groups.control)
-        # Replicas gather in the same order: as much as the one with the least room.
-        freed = [
-            [min(each) for each in zip(*(own for stage, own in everyone if stage == s), strict=False)]
-            for s in range(1 + max(stage for stage, _ in everyone))
-        ]
-        self._filled = self._programs.filled(len(self._of[1]), freed)
-        # Weights can't be put into the allocator's blocks of activations, but activations into those of weights.
-        torch.cuda.empty_cache()
+    seed: int
+    num_buckets: Mapping[tuple[int, ...], int]
+    units: Mapping[int, int]  # sharded weights and their sizes
+    uses: Mapping[int, ChunkUses]
+    most_live: int
 
 
 class BatchRunner:
@@ -109,23 +77,23 @@ class BatchRunner:
         self.attention = attention_context(config.attention.backend, model.device)
         whole = isinstance(model, SingleStageModule)
         layers = None if update.units is None or whole else LayerUnits(model, update.units)
-        sharded = update.units.sizes if update.units else {}, layers.uses if layers else {}
-        most = usual_live(update.policy, model.device)
-        mine = torch.initial_seed(), update.reducer.num_buckets(), sharded, most
-        everyone = all_gather_object(mine, model.groups.control)
+        sizes, uses = update.units.sizes if update.units else {}, layers.uses if layers else {}
+        most_live = usual_live(update.policy, model.device)
+        own = _Rank(torch.initial_seed(), update.reducer.num_buckets(), sizes, uses, most_live)
+        everyone: list[_Rank] = all_gather_object(own, model.groups.control)
         # Rank 0's seed is used, so that a script which seeds each rank differently draws the same numbers in every layout.
-        self.streams = RandomStreams((config.seed, everyone[0][0]), model.device)
+        self.streams = RandomStreams((config.seed, everyone[0].seed), model.device)
         # Only of this rank's pipeline: other tensor-parallel ranks may have parameters of other sizes, and so other numbers.
         pipeline = [everyone[rank] for rank in model.groups.pipe.ranks]
-        num_buckets = {owners: n for _, numbers, *_ in pipeline for owners, n in numbers.items()}
+        num_buckets = {owners: n for rank in pipeline for owners, n in rank.num_buckets.items()}
         partitioned = update.policy.stage > 0 and model.groups.data.size > 1
-        possible = live_limits(config.zero_optimization, [sizes for *_, (sizes, _), _ in pipeline])
-        limits = within(possible, min(rank[-1] for rank in everyone))
+        possible = live_limits(config.zero_optimization, [rank.units for rank in pipeline])
+        limits = within(possible, min(rank.most_live for rank in everyone))
         lifetimes: Lifetimes | None = None
         self.blocks: BlockUnits | None = None
         if layers is not None:
             model.use_units(layers)
-            lifetimes = _lifetimes([sharded for *_, sharded, _ in pipeline], limits)
+            lifetimes = _lifetimes(pipeline, limits)
         elif whole and update.policy.stage == 3:
             replicas = model.groups.build(model.groups.topology.get_axis_comm_lists("data"), backend="gloo")
             self.blocks = BlockUnits(model.layers["0"], update.units or Units({}), limits, replicas)
@@ -276,8 +244,8 @@ def _executor_kind(config: Config, model: PipelineModule, policy: ZeroPolicy, fp
         raise
 
 
-def _lifetimes(stages: Sequence[tuple[Mapping[int, int], Mapping[int, ChunkUses]]], limits: LiveLimits) -> Lifetimes:
-    """Join what the stages of a pipeline tell of their sharded weights: (sizes of units, uses of chunks) of each."""
-    sizes = {unit: size for own, _ in stages for unit, size in own.items()}
-    uses = {chunk: its for _, own in stages for chunk, its in own.items()}
+def _lifetimes(pipeline: Sequence[_Rank], limits: LiveLimits) -> Lifetimes:
+    """Return the lifetimes of the sharded weights of all stages."""
+    sizes = {unit: size for rank in pipeline for unit, size in rank.units.items()}
+    uses = {chunk: its for rank in pipeline for chunk, its in rank.uses.items()}
     return Lifetimes([uses[chunk] for chunk in sorted(uses)], sizes, limits)

@@ -19,8 +19,9 @@ from parallel3d.optim.precision import LossScaler, Precision
 from parallel3d.parameters import ParameterInfo
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.schedule.instructions import Instruction, Op
-from parallel3d.zero.buckets import Bucket, FrozenBucket, shard_frozen
+from parallel3d.zero.buckets import Bucket, ShardHomes
 from parallel3d.zero.disk import ScratchFile
+from parallel3d.zero.frozen import FrozenBucket, shard_frozen
 from parallel3d.zero.host_shards import HostShards
 from parallel3d.zero.memory import moments_of, predict_shards, predict_state
 from parallel3d.zero.optimizer import ShardedOptimizer, StepAgreement
@@ -206,6 +207,7 @@ class WeightUpdate:
         self.host_shards = None
         if shards and offload is not None:
             self.host_shards = HostShards(model.device, offload.pin, self._weight_file, offload.buffers)
+        allocate = None if self._storage is None else self._storage.allocate
         self.reducer = GradientReducer(
             infos,
             self.policy,
@@ -216,9 +218,7 @@ class WeightUpdate:
             on_launch=self._on_launch,
             on_value=on_value,
             on_gradient=on_gradient,
-            gather_group=gather_group,
-            allocate=self._storage.allocate if self._storage is not None else None,
-            host=self.host_shards,
+            homes=ShardHomes(gather_group, allocate, self.host_shards),
         )
         self.frozen_buckets = (
             list(shard_frozen(self._frozen, self.policy, gather_group, self.host_shards)) if gather_group else []

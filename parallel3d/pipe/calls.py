@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from torch import nn
 
 from parallel3d.config import RecomputationPolicy
-from parallel3d.pipe.settings import PolicyRule
+from parallel3d.pipe.layer_choice import PolicyRule
 from parallel3d.schedule.instructions import Op
 
 T = TypeVar("T")

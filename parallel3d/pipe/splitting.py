@@ -23,6 +23,7 @@ from parallel3d.optim.optimizers import empty_optimizer
 from parallel3d.optim.precision import make_precision
 from parallel3d.parameters import ParameterInfo
 from parallel3d.partition import MEASURED, Partition, StageLimit, resolve_partition
+from parallel3d.pipe.layer_choice import Policies, policy_rule
 from parallel3d.pipe.policies import (
     Choice,
     budget_of,
@@ -33,7 +34,7 @@ from parallel3d.pipe.policies import (
     options_of,
     trace_policies,
 )
-from parallel3d.pipe.settings import BuildSettings, Policies, policy_rule
+from parallel3d.pipe.settings import BuildSettings
 from parallel3d.rng import generator_states, set_generator_states
 from parallel3d.schedule.auto import Measured
 from parallel3d.schedule.builders import build, placement_of

@@ -197,7 +197,7 @@ def svg(
     Boxes are forwards and backwards with their micro-batch where it fits, coloured by kind, paler for each further
     chunk of the stage; thin marks below a lane are transfers, reductions and loads that take time. units: panel -> unit
     of its times, "s" for seconds; by default "s" for the panel "measured" and "units" for any other. Panels of one unit
-    share one scale. notes: panel -> what is written behind its name, by default its makespan and bubble.
+    share one scale. notes: panel -> what is written after its name, by default its makespan and bubble.
     """
     given = units or {}
     unit = {name: given.get(name, "s" if name == "measured" else "units") for name in timelines}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Set
 from graphlib import CycleError, TopologicalSorter
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 from parallel3d.errors import ScheduleError
@@ -39,46 +40,48 @@ class WaitGraph:
     def __init__(self, program: Program) -> None:
         self.numbers: dict[Instruction, int] = {}
         self.nodes: list[Instruction] = []
-        for i in (i for instructions in program.instructions for i in instructions):
-            other = matches(i) if i.op in RECV_OPS else i
-            assert other is not None
-            number = self.numbers.setdefault(other, len(self.nodes))
+        for i in chain.from_iterable(program.instructions):
+            node = matches(i) if i.op in RECV_OPS else i
+            assert node is not None
+            number = self.numbers.setdefault(node, len(self.nodes))
             if number == len(self.nodes):
-                self.nodes.append(other)
-            if other is not i:
-                self.numbers[i] = number
+                self.nodes.append(node)
+            self.numbers[i] = number
         self.lists = [[self.numbers[i] for i in instructions] for instructions in program.instructions]
         self.waits: list[list[int]] = [[] for _ in self.nodes]
         kinds = {i[:2] for i in self.numbers}
+        for rank in range(len(self.lists)):
+            self._add_waits(program, rank, kinds)
+
+    def _add_waits(self, program: Program, rank: int, kinds: Set[tuple[Op, int]]) -> None:
+        """Add what the instructions of a rank wait for. kinds: the kinds of instructions in the program, with their chunks."""
         find: Any = self.numbers.get  # by a tuple, which is made faster and is equal
+        passed: int | None = None  # the last instruction that blocked the host
         last_in_line: dict[object, int] = {}
-        for rank, instructions in enumerate(program.instructions):
-            passed: int | None = None  # the last instruction that blocked the host
-            # The rules are the same for all micro-batches: they are applied once for each kind of instruction and chunk.
-            rules: dict[tuple[Op, int], tuple[object, list[tuple[Op, int, bool]]]] = {}
-            for i, number in zip(instructions, self.lists[rank], strict=True):
-                if i.run is not None:  # carried out while the next compute runs, on a communicator of its own
-                    self.waits[number] += () if passed is None else (passed,)
-                    continue
-                op, chunk, m = i[:3]
-                if i[:2] not in rules:
-                    needs = () if op in RECV_OPS else depends_on(Instruction(op, chunk, 1))
-                    known_kinds = [(*d[:2], d.micro_batch == 1) for d in needs if d[:2] in kinds]
-                    rules[op, chunk] = _line(program, rank, i), known_kinds
-                line, dependences = rules[op, chunk]
-                waits = self.waits[number]
-                if passed is not None:
-                    waits.append(passed)
-                if line is None:
-                    passed = number
-                else:
-                    if line in last_in_line:
-                        waits.append(last_in_line[line])
-                    last_in_line[line] = number
-                for need, at, is_own in dependences:
-                    known = find((need, at, m if is_own else 0, None, None))
-                    if known is not None:
-                        waits.append(known)
+        # The rules are the same for all micro-batches: they are applied once for each kind of instruction and chunk.
+        rules: dict[tuple[Op, int], tuple[object, list[tuple[Op, int, bool]]]] = {}
+        for i, number in zip(program.instructions[rank], self.lists[rank], strict=True):
+            waits = self.waits[number]
+            if passed is not None:
+                waits.append(passed)
+            if i.run is not None:  # carried out while the next compute runs, on a communicator of its own
+                continue
+            op, chunk, m = i[:3]
+            if i[:2] not in rules:
+                needs = () if op in RECV_OPS else depends_on(Instruction(op, chunk, 1))
+                known_kinds = [(*d[:2], d.micro_batch == 1) for d in needs if d[:2] in kinds]
+                rules[op, chunk] = _line(program, rank, i), known_kinds
+            line, dependences = rules[op, chunk]
+            if line is None:
+                passed = number
+            else:
+                if line in last_in_line:
+                    waits.append(last_in_line[line])
+                last_in_line[line] = number
+            for need, at, is_own in dependences:
+                known = find((need, at, m if is_own else 0, None, None))
+                if known is not None:
+                    waits.append(known)
 
     def order(self) -> list[int]:
         """Return the numbers so that each comes after all that it waits for. Raises CycleError with the nodes of a cycle."""

@@ -1,4 +1,4 @@
-"""Flat buckets: the buffers of weights, masters and gradients; and those of weights that are not trained (ZeRO-3)."""
+"""Flat buckets: the buffers of weights, masters and gradients."""
 
 from __future__ import annotations
 
@@ -13,11 +13,27 @@ from parallel3d.comm.collectives import DONE, Group, Work, all_gather_into
 from parallel3d.errors import ExecutionError
 from parallel3d.parameters import ParameterInfo
 from parallel3d.zero.host_shards import HostShards
-from parallel3d.zero.layout import BucketLayout, by_owners, lay_out
+from parallel3d.zero.layout import BucketLayout, lay_out
 from parallel3d.zero.policy import COPIED_NUMEL, ZeroPolicy
 from parallel3d.zero.weights import ShardedWeights, WeightState, cut, make_whole
 
 HostAllocator = Callable[[int, torch.dtype, bool], Tensor]  # numel, dtype, whether on disk
+
+
+@dataclass(frozen=True, eq=False)
+class ShardHomes:
+    """Where a rank keeps shards, and how sharded weights are gathered.
+
+    - gather_group: the ranks of the partition with a communicator of their own, for gathers of sharded weights.
+    - allocate: makes flat tensors of zeros for offloaded state. host: keeps shards of weights in host memory or on disk.
+    """
+
+    gather_group: Group | None = None
+    allocate: HostAllocator | None = None
+    host: HostShards | None = None
+
+
+ON_DEVICE = ShardHomes()
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,19 +72,11 @@ class Bucket:
       it can read the gradients where they are.
     """
 
-    def __init__(
-        self,
-        layout: BucketLayout,
-        partition: Group,
-        rank: int,
-        gather_group: Group | None = None,
-        allocate: HostAllocator | None = None,
-        host: HostShards | None = None,
-    ):
+    def __init__(self, layout: BucketLayout, partition: Group, rank: int, homes: ShardHomes):
         self.infos, self.offsets, self.sizes = layout.infos, layout.offsets, layout.sizes
         self.numel, self.kind, self.owners = layout.numel, layout.kind, layout.owners
         self.parameters = tuple(info.parameter for info in self.infos)
-        self.partition, self._gather_group = partition, gather_group or partition
+        self.partition, self._gather_group = partition, homes.gather_group or partition
         self.device = self.parameters[0].device
         self.weight_dtype, self.master_dtype = layout.weight_dtype, layout.master_dtype
         self.gradient_dtype = layout.gradient_dtype
@@ -77,12 +85,16 @@ class Bucket:
         # Whether the masters are a copy, in a wider dtype than the weights.
         self.has_own_master = layout.has_own_master
         # Whether masters of their own, and the optimizer's state, are in host memory, or on disk, between steps.
-        self.is_offloaded, self.state_on_disk, self._allocate = layout.is_offloaded, layout.state_on_disk, allocate
+        self.is_offloaded, self.state_on_disk, self._allocate = (
+            layout.is_offloaded,
+            layout.state_on_disk,
+            homes.allocate,
+        )
         self.weights_offloaded = layout.weights_offloaded
         start = partition.ranks.index(rank) * layout.shard_numel
         self.shard = slice(start, start + layout.shard_numel)
         self.sharded: ShardedWeights | None = None
-        self.weights, self.own_weights, self.master = self._place_weights(layout, host)
+        self.weights, self.own_weights, self.master = self._place_weights(layout, homes.host)
         zeros = partial(torch.zeros, dtype=self.gradient_dtype, device=self.device)
         self.gradients = None if layout.is_transient else zeros(self.numel)
         self.gradient_shard = zeros(layout.shard_numel) if self.gradients is None else self.gradients[self.shard]
@@ -309,60 +321,7 @@ def make_buckets(
     policy: ZeroPolicy,
     partition: Group,
     rank: int,
-    gather_group: Group | None = None,
-    allocate: HostAllocator | None = None,
-    host: HostShards | None = None,
+    homes: ShardHomes = ON_DEVICE,
 ) -> list[Bucket]:
-    """Make the buckets of parameters of the same owners, in the order given, one kind to a bucket.
-
-    gather_group: the ranks of `partition` with a communicator of their own, for gathers of sharded weights. allocate: makes
-    flat tensors of zeros for offloaded state; host: for shards of weights in host memory.
-    """
-    layouts = lay_out(infos, policy, partition.size)
-    return [Bucket(layout, partition, rank, gather_group, allocate, host) for layout in layouts]
-
-
-@dataclass(frozen=True, eq=False)
-class FrozenShard:
-    """The part of a frozen parameter that a rank holds: `values`, flat, from element `start` of the parameter on."""
-
-    info: ParameterInfo
-    values: Tensor
-    start: int
-
-
-class FrozenBucket:
-    """Frozen parameters of one layer and dtype, of which each rank of `group` holds a shard.
-
-    sharded: their weights. shards: what this rank holds of each parameter.
-    """
-
-    @torch.no_grad()
-    def __init__(self, layout: BucketLayout, group: Group, host: HostShards | None):
-        size = layout.shard_numel
-        own = slice(group.index * size, (group.index + 1) * size)
-        weights, views = layout.released_weights()
-        shard, parameters = layout.read(own, weights.dtype), [info.parameter for info in layout.infos]
-        self.infos = layout.infos
-        host = host if layout.weights_offloaded else None
-        shard = shard if host is None else host.keep(shard, layout.weights_on_disk)
-        self.sharded = ShardedWeights(weights, shard, parameters, views, group, host)
-        parts = [cut(offset, numel, own) for offset, numel in zip(layout.offsets, layout.sizes, strict=True)]
-        self.shards = [
-            FrozenShard(info, self.sharded.shard[part], own.start + part.start - offset)
-            for info, offset, part in zip(layout.infos, layout.offsets, parts, strict=True)
-            if part.start < part.stop
-        ]
-
-
-def shard_frozen(
-    parameters: Sequence[ParameterInfo], policy: ZeroPolicy, group: Group, host: HostShards | None
-) -> Iterator[FrozenBucket]:
-    """Shard frozen parameters, given in the model's order; those that several chunks share stay whole, and so do integers.
-
-    host: for shards in host memory.
-    """
-    for infos in by_owners([info for info in parameters if info.parameter.is_floating_point()]).values():
-        for layout in lay_out(infos, policy, group.size):
-            if layout.is_sharded:
-                yield FrozenBucket(layout, group, host)
+    """Make the buckets of parameters of the same owners, in the order given, one kind to a bucket."""
+    return [Bucket(layout, partition, rank, homes) for layout in lay_out(infos, policy, partition.size)]

@@ -58,7 +58,7 @@ def _mark_named(
     missing = [item for item, own in found.items() if not own]
     if missing and raises:
         hint = nearest(missing[0], modules)
-        raise ConfigError(f"no module of {type(model).__name__} has the name or suffix {missing[0]!r};{hint}")
+        raise ConfigError(f"no module of {type(model).__name__} has the name or suffix {missing[0]!r}.{hint}")
     marked = list(dict.fromkeys(module for own in found.values() for module in own))
     _mark(marked, flag)
     return marked, missing

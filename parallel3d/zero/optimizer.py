@@ -121,9 +121,8 @@ class ShardedOptimizer:
         for work in self._gathers.values():  # gathers of weights that were not used since
             work.wait()
         self._gathers.clear()
-        fused = self._fused
-        resident = [bucket for bucket in self.buckets if not bucket.is_offloaded]
-        ours = [bucket for bucket in resident if fused is not None and fused.takes(bucket)]
+        fused, resident = self._fused, [bucket for bucket in self.buckets if not bucket.is_offloaded]
+        ours = [] if fused is None else [bucket for bucket in resident if fused.takes(bucket)]
         others = [bucket for bucket in resident if bucket not in ours]
         for bucket in self.buckets:
             bucket.check_place()
@@ -136,13 +135,12 @@ class ShardedOptimizer:
             self._step_resident(others, untouched, factor)
         for name in ("grad_scale", "found_inf"):
             vars(optimizer).pop(name, None)
+        self._stale = {bucket for bucket in self.buckets if bucket.partition.size > 1 and bucket.sharded is None}
         if fused is not None and ours:
             fused.step(ours, untouched, divisor, overflow)
             for bucket in ours:
                 bucket.mark_cleared(overflow is None and fused.clears(bucket))
-        done = {bucket for bucket in ours if fused is not None and fused.writes_peers(bucket)}
-        whole = {bucket for bucket in self.buckets if bucket.partition.size > 1 and bucket.sharded is None}
-        self._stale = whole - done
+            self._stale -= {bucket for bucket in ours if fused.writes_peers(bucket)}
         if self.offloaded is not None:
             self.offloaded.after_step()
 

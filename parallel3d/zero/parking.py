@@ -41,18 +41,17 @@ class Parking:
             storage.resize_(0)
 
     def _tensors(self, kind: str) -> Iterator[Tensor]:
-        for bucket in self._buckets:
-            if kind == "lp_params":
+        resident = [bucket for bucket in self._buckets if not bucket.is_offloaded]
+        if kind == "lp_params":
+            for bucket in self._buckets:
                 yield from bucket.parameters if bucket.sharded is None else (bucket.sharded.shard,)
-            elif kind in ("lp_grads", "contiguous_grad_buffer"):
-                yield bucket.gradient_shard
-            elif not bucket.is_offloaded:
-                masters = [piece.master for piece in bucket.pieces]
-                if kind == "optim_states":
-                    states = (self._optimizer.state.get(master, {}) for master in masters)
-                    yield from (v for state in states for v in state.values() if isinstance(v, Tensor) and v.dim())
-                elif bucket.has_own_master:
-                    yield from masters
+        elif kind == "hp_params":
+            yield from (piece.master for bucket in resident if bucket.has_own_master for piece in bucket.pieces)
+        elif kind == "optim_states":
+            states = (self._optimizer.state.get(piece.master, {}) for bucket in resident for piece in bucket.pieces)
+            yield from (v for state in states for v in state.values() if isinstance(v, Tensor) and v.dim())
+        else:
+            yield from (bucket.gradient_shard for bucket in self._buckets)
 
     @torch.no_grad()
     def reload(self) -> None:

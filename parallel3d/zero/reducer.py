@@ -17,8 +17,7 @@ from parallel3d.comm.collectives import DONE, Awaited, Group, Work, all_reduce, 
 from parallel3d.errors import ConfigError
 from parallel3d.parameters import ParameterInfo
 from parallel3d.schedule.instructions import Instruction
-from parallel3d.zero.buckets import Bucket, HostAllocator, make_buckets
-from parallel3d.zero.host_shards import HostShards
+from parallel3d.zero.buckets import ON_DEVICE, Bucket, ShardHomes, make_buckets
 from parallel3d.zero.layout import by_owners
 from parallel3d.zero.memory import StateBytes, bytes_of
 from parallel3d.zero.policy import ZeroPolicy
@@ -91,7 +90,6 @@ class GradientReducer:
     is_first_slice: whether this is the first tensor-parallel rank, which counts copies in the norm for all of them.
     on_launch: called with each REDUCE_GRADS that has been launched, and its Work.
     on_value, on_gradient: called with each gradient, see GradientSink.
-    gather_group, allocate, host: see make_buckets.
 
     sink: adds gradients to the accumulators and knows which have arrived.
     """
@@ -107,9 +105,7 @@ class GradientReducer:
         on_launch: Callable[[Instruction, Work], None] | None = None,
         on_value: Callable[[nn.Parameter, Tensor], None] | None = None,
         on_gradient: Callable[[nn.Parameter], None] | None = None,
-        gather_group: Group | None = None,
-        allocate: HostAllocator | None = None,
-        host: HostShards | None = None,
+        homes: ShardHomes = ON_DEVICE,
     ):
         self._policy = policy
         self._data_group = data_group
@@ -120,7 +116,7 @@ class GradientReducer:
         self._on_launch = on_launch
         self.sink = GradientSink(self._launch_instruction, on_value, on_gradient)
         self.buckets = {
-            owners: make_buckets(infos, policy, self._partition, rank, gather_group, allocate, host)
+            owners: make_buckets(infos, policy, self._partition, rank, homes)
             for owners, infos in by_owners(parameters).items()
         }
         self._transient: dict[torch.dtype, TransientBuffers] = {}

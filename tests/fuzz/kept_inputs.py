@@ -72,6 +72,7 @@ CLUSTERS = [
     json.dumps({**HOSTS, "name": "é" * 100_000, "overlap": float("inf")}),
     json.dumps({**HOSTS, "links": [{"between": ["*", "*"], "bandwidth": 1}] * 3000}),
     json.dumps({"hosts": [{"machine": "8xH100", "count": 100}], "links": [{"between": ["*", "*"], "bandwidth": 1}]}),
+    json.dumps({**HOSTS, "devices": {"mine": {"base": None}}}),
 ]
 SHORT_FORMS = [
     "99999999x8xH100", "1x99999999xH100", DIGITS + "xH100", "8x" + DIGITS + "xH100", "0xH100", "8x" + "h" * 100_000,

@@ -366,6 +366,6 @@ def refuse(where: str, unknown: Mapping[str, Any], known: Collection[str]) -> No
     for key, value in unknown.items():
         if value is not None and value is not False:
             raise ConfigError(
-                f"key {key!r} = {reprlib.repr(value)} {where} is not known to the native decoder;{nearest(key, known)} if "
+                f"key {key!r} = {reprlib.repr(value)} {where} is not known to the native decoder.{nearest(key, known)} If "
                 f"what is computed doesn't depend on it, pass from_hf(..., ignore=[{key!r}])"
             )

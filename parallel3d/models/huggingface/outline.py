@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from parallel3d.errors import ConfigError
 
+_Call = tuple[str, tuple[Any, ...], Any]  # name of a module, its arguments and its result
 # Values besides tensors that travel between stages.
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
@@ -105,24 +106,7 @@ def list_of_layers(model: nn.Module) -> str:
 def _modules_after(base: nn.Module, layers: str, in_tuples: bool) -> tuple[str, ...]:
     """Return the names of the modules that the base calls after its layers. Raises _Unfit."""
     recorders = [Recorder(layer, in_tuples) for layer in base.get_submodule(layers).children()]
-    others = {name: copy.copy(module) for name, module in base.named_children() if name != layers}
-    calls: list[tuple[str, tuple[Any, ...], Any]] = []
-    hooks = [
-        module.register_forward_hook(lambda _, args, output, name=name: calls.append((name, args, output)))
-        for name, module in {**others, **{f"{layers}.{k}": layer for k, layer in enumerate(recorders)}}.items()
-    ]
-    probe = with_modules(base, {**others, layers: nn.ModuleList(recorders)})
-    try:
-        ids = torch.zeros(1, 2, dtype=torch.int64, device=next((b.device for b in base.buffers()), "cpu"))
-        zeros = {
-            key: torch.zeros((), dtype=p.dtype, device=ids.device).expand(p.shape)
-            for key, p in probe.named_parameters()
-        }
-        with torch.no_grad(), torch.device(ids.device):
-            output = functional_call(probe, zeros, (), {"input_ids": ids, "use_cache": False})
-    finally:
-        for hook in hooks:
-            hook.remove()
+    calls, last = _calls(base, layers, recorders)
     hidden = recorders[0].hidden
     for k, recorder in enumerate(recorders):
         if recorder.hidden is None or not _same(recorder.hidden, hidden):
@@ -140,9 +124,32 @@ def _modules_after(base: nn.Module, layers: str, in_tuples: bool) -> tuple[str, 
         hidden = result
     if recorders[0].hidden is not None and recorders[0].hidden._version != recorders[0].version:
         raise _Unfit("it changes hidden states in place after a layer")
-    if not _same(output.last_hidden_state, hidden):
+    if not _same(last, hidden):
         raise _Unfit(f"it computes something from what {after[-1][0] if after else 'the last layer'} returned")
     return tuple(name for name, *_ in after)
+
+
+def _calls(base: nn.Module, layers: str, recorders: Sequence[nn.Module]) -> tuple[list[_Call], Any]:
+    """Run the base on two tokens with these layers. Return the calls of its modules in their order, and its hidden states."""
+    others = {name: copy.copy(module) for name, module in base.named_children() if name != layers}
+    calls: list[_Call] = []
+    hooks = [
+        module.register_forward_hook(lambda _, args, output, name=name: calls.append((name, args, output)))
+        for name, module in {**others, **{f"{layers}.{k}": layer for k, layer in enumerate(recorders)}}.items()
+    ]
+    probe = with_modules(base, {**others, layers: nn.ModuleList(recorders)})
+    try:
+        ids = torch.zeros(1, 2, dtype=torch.int64, device=next((b.device for b in base.buffers()), "cpu"))
+        zeros = {
+            key: torch.zeros((), dtype=p.dtype, device=ids.device).expand(p.shape)
+            for key, p in probe.named_parameters()
+        }
+        with torch.no_grad(), torch.device(ids.device):
+            output = functional_call(probe, zeros, (), {"input_ids": ids, "use_cache": False})
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls, output.last_hidden_state
 
 
 def _same(a: Any, b: Any) -> bool:

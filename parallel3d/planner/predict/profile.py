@@ -19,7 +19,7 @@ from parallel3d.costs.forked import ForkedCalls
 from parallel3d.costs.layer_profile import LayerProfile, extrapolated, recomputed
 from parallel3d.costs.model_traces import LossFunction, ModelTraces, TracedModel, rows_of
 from parallel3d.parameters import ParameterInfo
-from parallel3d.pipe.settings import Policies, policy_rule
+from parallel3d.pipe.layer_choice import Policies, policy_rule
 from parallel3d.pipe.ties import TieIndex
 from parallel3d.specs import Layer, TiedLayerSpec, layer_name
 from parallel3d.zero.layout import by_owners

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from parallel3d.errors import ConfigError
-from parallel3d.pipe.settings import choice_rule, policy_rule
+from parallel3d.pipe.layer_choice import choice_rule, policy_rule
 
 NAMES = ["Embed", "Block", "MLPBlock", "Head"]
 
@@ -31,8 +31,8 @@ def test_layers_are_chosen_by_names_a_pattern_or_a_function(choice: Any, chosen:
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        (["Block", "Haed"], "compile.layers names 'Haed', which no layer has; Did you mean 'Head'\\?"),
-        ("Transformer", "names 'Transformer', which no layer has; the layers are Embed, Block, MLPBlock, Head"),
+        (["Block", "Haed"], "compile.layers names 'Haed', which no layer has. Did you mean 'Head'\\?"),
+        ("Transformer", "names 'Transformer', which no layer has. The layers are Embed, Block, MLPBlock, Head"),
         ("Block(", "is no regular expression"),
     ],
 )

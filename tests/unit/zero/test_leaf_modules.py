@@ -91,7 +91,7 @@ def test_leaf_modules_by_name_and_by_suffix():
     set_z3_leaf_module(model.norm, False)
     assert [names[module] for module in get_z3_leaf_modules(model)] == [EXPERTS[1]]
     assert set_z3_leaf_modules(model, ["Expert"], raise_if_not_found=False) == []
-    with pytest.raises(ConfigError, match=r"suffix 'norms'; Did you mean 'norm'"):
+    with pytest.raises(ConfigError, match=r"suffix 'norms'. Did you mean 'norm'"):
         set_z3_leaf_modules_by_name(model, ["norms"])
 
 

@@ -16,7 +16,7 @@ from parallel3d.parameters import ParameterInfo
 from parallel3d.zero import buckets as buckets_module
 from parallel3d.zero.buckets import Bucket, make_buckets
 from parallel3d.zero.layout import ALIGNMENT
-from parallel3d.zero.memory import predict_state, unit_sizes
+from parallel3d.zero.memory import predict_state, unit_sizes, update_traffic
 from parallel3d.zero.policy import WeightOffload, ZeroPolicy
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=8)
@@ -138,6 +138,14 @@ def test_model_state_is_what_the_zero_paper_has(stage: int, per_micro_batch: boo
     policy = ZeroPolicy(stage, 500_000_000, torch.bfloat16, reduce_per_micro_batch=per_micro_batch)
     predicted = predict_state(infos, policy, data_size=8)
     assert predicted.backward / (100 * 70_000_000) == pytest.approx(expected, rel=0.05)
+
+
+def test_an_update_moves_gradients_masters_moments_and_weights():
+    """By hand, for each element of a shard: the gradient three times, master and two moments twice, the weight once."""
+    infos = [ParameterInfo("layers.0.weight", nn.Parameter(torch.empty(1000, device="meta")), (0,))]
+    half = ZeroPolicy(1, 5000, torch.bfloat16)
+    assert update_traffic(infos, half, data_size=4) == 256 * (3 * 4 + 2 * 3 * 4 + 2)  # 1024 elements with padding
+    assert update_traffic(infos, replace(half, weight_dtype=None), data_size=4) == 256 * (3 * 4 + 2 * 3 * 4)
 
 
 def test_units_are_the_layers_whose_weights_live_as_shards_frozen_ones_included():
