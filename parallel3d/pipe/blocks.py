@@ -23,12 +23,13 @@ from parallel3d.first_shapes import FirstShapes
 from parallel3d.schedule.instructions import Instruction
 from parallel3d.schedule.lifetimes import LiveLimits
 from parallel3d.zero.external import (
+    WatchedParameters,
     declare_deepspeed_attributes,
     external_parameters,
     register_external_parameter,
     z3_leaf_module,
 )
-from parallel3d.zero.weights import Units, WeightState
+from parallel3d.zero.weights import Units
 
 
 def units_of(model: nn.Module) -> dict[nn.Module, int]:
@@ -64,23 +65,6 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-class _Parameters(dict[str, nn.Parameter | None]):
-    """The parameters of a module; calls `on_use` when one that is not gathered is read as an attribute of the module."""
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter | None], on_use: Callable[[nn.Parameter], None]):
-        super().__init__(parameters)
-        self._on_use = on_use
-
-    def __getitem__(self, name: str) -> nn.Parameter | None:
-        parameter = super().__getitem__(name)
-        if parameter is not None and vars(parameter).get("ds_status", WeightState.GATHERED) is not WeightState.GATHERED:
-            self._on_use(parameter)
-        return parameter
-
-    def __reduce__(self) -> tuple[type, tuple[dict[str, nn.Parameter | None]]]:
-        return dict, (dict(self),)
 
 
 class BlockUnits:
@@ -206,7 +190,7 @@ class BlockUnits:
         """Have `_gather_unregistered` called, or no longer, when parameters are read as attributes of these modules."""
         for module in modules:
             own = vars(module)["_parameters"]
-            vars(module)["_parameters"] = _Parameters(own, self._gather_unregistered) if on else dict(own)
+            vars(module)["_parameters"] = WatchedParameters(own, self._gather_unregistered) if on else dict(own)
 
     def _gather_unregistered(self, parameter: nn.Parameter) -> None:
         """Gather a parameter of another unit for the module that runs, now and from now on whenever that runs."""

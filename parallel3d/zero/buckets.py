@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from parallel3d.comm.collectives import DONE, Group, Work, all_gather_into
 from parallel3d.errors import ExecutionError
 from parallel3d.parameters import ParameterInfo
+from parallel3d.zero.fp8_weights import Fp8Weights
 from parallel3d.zero.host_shards import HostShards
 from parallel3d.zero.layout import BucketLayout, by_owners, lay_out
 from parallel3d.zero.policy import COPIED_NUMEL, ZeroPolicy
@@ -134,7 +135,7 @@ class Bucket:
         if layout.is_sharded:
             host = host if layout.weights_offloaded else None
             shard = own if host is None else host.keep(own, layout.weights_on_disk)
-            self.sharded = ShardedWeights(weights, shard, self.parameters, views, self._gather_group, host)
+            self.sharded = _kind_of(layout)(weights, shard, self.parameters, views, self._gather_group, host)
             return weights, self.sharded.shard, master
         self._point_to(own)
         return own, own[self.shard], master
@@ -262,7 +263,7 @@ class Bucket:
 
     def check_place(self) -> None:
         """Raise ExecutionError for a parameter that is no longer in the bucket's memory: no step would update it."""
-        if self.weights is None or (self.sharded is not None and self.sharded.state is WeightState.SHARDED):
+        if self.weights is None or (self.sharded is not None and self.sharded.state is not WeightState.GATHERED):
             return
         start, width = self.weights.data_ptr(), self.weights.itemsize
         for info, offset, size in zip(self.infos, self.offsets, self.sizes, strict=True):
@@ -322,6 +323,10 @@ def make_buckets(
     return [Bucket(layout, partition, rank, gather_group, allocate, host) for layout in layouts]
 
 
+def _kind_of(layout: BucketLayout) -> type[ShardedWeights]:
+    return Fp8Weights if layout.gathers_fp8 else ShardedWeights
+
+
 @dataclass(frozen=True, eq=False)
 class FrozenShard:
     """The part of a frozen parameter that a rank holds: `values`, flat, from element `start` of the parameter on."""
@@ -346,7 +351,7 @@ class FrozenBucket:
         self.infos = layout.infos
         host = host if layout.weights_offloaded else None
         shard = shard if host is None else host.keep(shard, layout.weights_on_disk)
-        self.sharded = ShardedWeights(weights, shard, parameters, views, group, host)
+        self.sharded = _kind_of(layout)(weights, shard, parameters, views, group, host)
         parts = [cut(offset, numel, own) for offset, numel in zip(layout.offsets, layout.sizes, strict=True)]
         self.shards = [
             FrozenShard(info, self.sharded.shard[part], own.start + part.start - offset)

@@ -1,0 +1,99 @@
+"""Gathers of fp8 linears' weights in fp8 (ZeRO-3): which weights, and their scales."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from parallel3d.autograd.fp8 import Fp8, Fp8Linear
+from parallel3d.autograd.split_backward import has_hooks
+from parallel3d.comm.collectives import Group, all_gather_object, all_reduce_max
+from parallel3d.comm.groups import ProcessGroups
+from parallel3d.config import Config
+from parallel3d.engine.fp8 import Named, chosen_linears
+from parallel3d.kernels.fp8 import E4M3, Scaled, largest_of, round_into, scale_of
+from parallel3d.pipe.module import PipelineModule
+from parallel3d.zero.external import WatchedParameters
+from parallel3d.zero.fp8_weights import Fp8Weights, let_gather_in_fp8
+from parallel3d.zero.weights import weights_of
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def mark_gathers(model: PipelineModule, config: Config) -> None:
+    """Let ZeRO-3 gather the weights of fp8 linears in fp8, before buckets are made; not those that others may read.
+
+    These are parameters that a module holds beside the linear, linears with hooks, and those inside torch's own modules, such
+    as nn.MultiheadAttention, which compute with the weights of their linears. Row-wise scales of a weight and its transpose
+    differ, and shards on the host are copied to the device as they are: there the weights are gathered in their own dtype.
+    """
+    zero, fp8 = config.zero_optimization, config.fp8
+    on_host = zero.offload_param.device not in ("none", None)
+    if not fp8.enabled or fp8.recipe != "tensorwise" or zero.stage < 3 or on_host:
+        return
+    modules = list(model.layers.modules())
+    readers = Counter(p for m in modules for p in tree_leaves(list(vars(m).values())) if isinstance(p, nn.Parameter))
+    torchs = (m for m in modules if type(m).__module__.startswith("torch.nn.") and not isinstance(m, _CONTAINERS))
+    inside = {child for m in torchs for child in m.children()}
+    for _, linear in chosen_linears(model, fp8):
+        weight = linear.get_parameter("weight")
+        if readers[weight] == 1 and linear not in inside and not has_hooks(linear):
+            let_gather_in_fp8(weight)
+
+
+def gather_in_fp8(fp8: Fp8, linears: Sequence[Named], groups: ProcessGroups) -> None:
+    """Gather the marked weights of linears in fp8 while `fp8` keeps casts. Collective over all ranks."""
+    layers = {m.get_parameter("weight"): (name, fp8.layers[m]) for name, m in linears if m in fp8.layers}
+    found = dict.fromkeys(weights for p in layers if isinstance(weights := weights_of(p), Fp8Weights))
+    weights = [each for each in found if all(p in layers for p in each.parameters)]
+    names = [layers[p][0] for each in weights for p in each.parameters]
+    everyone = all_gather_object(names, groups.control)
+    # Units of tensor-parallel ranks may differ in size, so that one rank's are too small to be sharded.
+    if not weights or any(everyone[rank] != names for rank in groups.model.ranks):
+        return
+    for each in weights:
+        for p in each.parameters:
+            layers[p][1].gather_by(partial(_cast_of, each, p))
+    for _, linear in linears:
+        if not isinstance(linear._parameters, WatchedParameters):  # by BlockUnits
+            vars(linear)["_parameters"] = WatchedParameters(linear._parameters)
+    fp8.call_on_keep(_Scales(weights, [layers[p][1] for each in weights for p in each.parameters]).keep)
+
+
+def _cast_of(weights: Fp8Weights, parameter: nn.Parameter) -> Scaled | None:
+    found = weights.cast_of(parameter)
+    return None if found is None else Scaled(*found)
+
+
+class _Scales:
+    """Scales of a rank's weights that are gathered in fp8. layers: those of the weights' parameters, in their order."""
+
+    def __init__(self, weights: Sequence[Fp8Weights], layers: Sequence[Fp8Linear]):
+        self._weights = weights
+        self._places: dict[Group, list[int]] = {}
+        for k, layer in enumerate(layers):
+            if layer.group is not None:
+                self._places.setdefault(layer.group, []).append(k)
+
+    @torch.no_grad()
+    def keep(self, keeps: bool) -> None:
+        """Agree on scales of the weights as they are now, if they are to be gathered in fp8 from now on."""
+        if not keeps:
+            for weights in self._weights:
+                weights.use_scales(None, round_into)
+            return
+        amax = largest_of([piece for weights in self._weights for piece in weights.pieces])
+        all_reduce_max(amax, self._weights[0].partition).wait()
+        for group, places in self._places.items():
+            index = torch.tensor(places, device=amax.device)
+            own = amax[index]
+            all_reduce_max(own, group).wait()
+            amax[index] = own
+        scales = scale_of(amax, E4M3).split([len(weights.pieces) for weights in self._weights])
+        for weights, own in zip(self._weights, scales, strict=True):
+            weights.use_scales(own, round_into)
