@@ -83,7 +83,8 @@ def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
 
 def largest_of(parts: Sequence[Tensor]) -> Tensor:
     """Return the largest magnitude of each of these tensors, [parts] in fp32; of an empty one 0."""
-    return torch.stack(torch._foreach_norm(parts, float("inf"))).float()
+    some = [part if part.numel() else part.new_zeros(1) for part in parts]
+    return torch.stack(torch._foreach_norm(some, float("inf"))).float()
 
 
 def round_ref(x: Tensor, dtype: torch.dtype, scale: Tensor | None, other: Tensor | None) -> Casts:
