@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from parallel3d.autograd.fp8 import Fp8, Fp8Linear
 from parallel3d.autograd.split_backward import has_hooks
-from parallel3d.comm.collectives import Group, all_gather_object, all_reduce_max
+from parallel3d.comm.collectives import all_gather_object, all_reduce_max
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import Config
 from parallel3d.engine.fp8 import Named, chosen_linears
@@ -75,10 +75,10 @@ class _Scales:
 
     def __init__(self, weights: Sequence[Fp8Weights], layers: Sequence[Fp8Linear]):
         self._weights = weights
-        self._places: dict[Group, list[int]] = {}
-        for k, layer in enumerate(layers):
-            if layer.group is not None:
-                self._places.setdefault(layer.group, []).append(k)
+        groups = dict.fromkeys(layer.group for layer in layers if layer.group is not None)
+        places = ([k for k, layer in enumerate(layers) if layer.group == group] for group in groups)
+        device = weights[0].shard.device
+        self._sliced = [(group, torch.tensor(own, device=device)) for group, own in zip(groups, places, strict=True)]
 
     @torch.no_grad()
     def keep(self, keeps: bool) -> None:
@@ -89,11 +89,10 @@ class _Scales:
             return
         amax = largest_of([piece for weights in self._weights for piece in weights.pieces])
         all_reduce_max(amax, self._weights[0].partition).wait()
-        for group, places in self._places.items():
-            index = torch.tensor(places, device=amax.device)
-            own = amax[index]
+        for group, places in self._sliced:
+            own = amax[places]
             all_reduce_max(own, group).wait()
-            amax[index] = own
+            amax[places] = own
         scales = scale_of(amax, E4M3).split([len(weights.pieces) for weights in self._weights])
         for weights, own in zip(self._weights, scales, strict=True):
             weights.use_scales(own, round_into)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,14 +30,11 @@ class Fp8Weights(ShardedWeights):
     """Sharded weights that `gather` gathers in e4m3 while they have scales; their parameters stay placeholders then.
 
     Each element is what a cast of the whole weight would give, because the scale is the whole weight's.
-
-    scales: of the parameters, [parameters] in fp32; None while they are gathered in their own dtype.
     """
 
     def __init__(self, whole: Tensor, *args: Any):
-        self.scales: Tensor | None = None
-        self._gathers_fp8 = False  # what is gathered, or was last, is in fp8
-        self._reads_whole = False
+        self._scales: Sequence[Tensor] = ()  # of the parameters; none while they are gathered in their own dtype
+        self._gathers_fp8 = self._reads_whole = False
         super().__init__(whole, *args)
         self._values = torch.empty(whole.numel(), dtype=torch.float8_e4m3fn, device=whole.device)
         self._casts: dict[nn.Parameter, tuple[int, Tensor]] = {}
@@ -47,8 +44,10 @@ class Fp8Weights(ShardedWeights):
         self._values.untyped_storage().resize_(0)
 
     def use_scales(self, scales: Tensor | None, round_into: Round) -> None:
-        """Gather in fp8 from now on, with these scales; with None no longer."""
-        self.scales, self._round = None if self._reads_whole else scales, round_into
+        """Gather in fp8 from now on, with these scales of the parameters, [parameters] in fp32; with None no longer."""
+        self._round, self._scales = round_into, ()
+        if scales is not None and not self._reads_whole:
+            self._scales, self._inverses = scales.unbind(), scales.reciprocal().unbind()
 
     def cast_of(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor] | None:
         """Return a parameter in fp8, and its inverse scale, []; None if it is not gathered in fp8."""
@@ -67,17 +66,17 @@ class Fp8Weights(ShardedWeights):
         """Start to gather the weights, unless they are; see `wait`. Raises ExecutionError if a placeholder was written."""
         if self.state is not WeightState.SHARDED:
             return self._work
-        if self.scales is None:
+        if not self._scales:
             return super().gather()
         self._check_unwritten()
         self._values.untyped_storage().resize_(self._values.nbytes)
         size = self.shard.numel()
         own = self._values[self.partition.index * size :][:size]
-        for piece, scale in zip(self.pieces, self.scales, strict=True):
+        for piece, scale in zip(self.pieces, self._scales, strict=True):
             start = piece.storage_offset() - self.shard.storage_offset()
             if piece.numel():
                 self._round(own[start : start + piece.numel()], piece, scale)
-        self._inverse, self._gathers_fp8 = self.scales.reciprocal(), True
+        self._inverse, self._gathers_fp8 = self._inverses, True
         # As bytes: not all backends know fp8.
         self._work = all_gather_into(self._values.view(torch.uint8), own.view(torch.uint8), self.partition)
         self._enter(WeightState.GATHERING)
@@ -94,13 +93,13 @@ class Fp8Weights(ShardedWeights):
         if self.partition.index == 0:
             shapes = [list(parameter.shape) for parameter in self.parameters]
             logger.info("not only fp8 linears read weights of shapes %s: they are no longer gathered in fp8", shapes)
-        self._reads_whole, self.scales = True, None
+        self._reads_whole, self._scales = True, ()
         self.gather_whole()
         self.wait()
 
     def keep_changes(self, replica: int) -> None:
         """Copy what a replica has written into its gathered weights to the shards, which drops the scales. Collective."""
-        self.scales = None
+        self._scales = ()
         super().keep_changes(replica)
 
     def wait(self) -> None:
