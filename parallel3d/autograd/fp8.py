@@ -163,8 +163,8 @@ class Fp8Linear:
         if torch._C._are_functorch_transforms_active():
             return F.linear(x, linear.weight, linear.bias)
         # Not linear.weight, whose readers get it in its own dtype.
-        parameters = linear._parameters
-        return fp8_linears([self], [port], x, [(parameters.get("weight"), parameters.get("bias"))])[0]
+        pair: Any = linear._parameters.get("weight"), linear._parameters.get("bias")
+        return fp8_linears([self], [port], x, [pair])[0]
 
 
 LAYERS: Numbers[Fp8Linear] = Numbers()

@@ -49,8 +49,8 @@ def mark_gathers(model: PipelineModule, config: Config) -> None:
 def gather_in_fp8(fp8: Fp8, linears: Sequence[Named], groups: ProcessGroups) -> None:
     """Gather the marked weights of linears in fp8 while `fp8` keeps casts. Collective over all ranks."""
     layers = {m.get_parameter("weight"): (name, fp8.layers[m]) for name, m in linears if m in fp8.layers}
-    found = dict.fromkeys(weights for p in layers if isinstance(weights := weights_of(p), Fp8Weights))
-    weights = [each for each in found if all(p in layers for p in each.parameters)]
+    found = dict.fromkeys(filter(None, map(weights_of, layers)))
+    weights = [w for w in found if isinstance(w, Fp8Weights) and all(p in layers for p in w.parameters)]
     names = [layers[p][0] for each in weights for p in each.parameters]
     everyone = all_gather_object(names, groups.control)
     # Units of tensor-parallel ranks may differ in size, so that one rank's are too small to be sharded.
