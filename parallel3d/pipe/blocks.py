@@ -184,7 +184,8 @@ class BlockUnits:
     def _before_backward(self, needed: Sequence[int], outer: bool, _: Tensor) -> None:
         if outer:
             self._kept.update(needed)
-        self._use(needed)
+        # An outer module may have returned the tensor of an inner one, whose weights have come first then.
+        self._use(needed, releases=not outer)
 
     def _watch(self, modules: Iterable[nn.Module], on: bool = True) -> None:
         """Have `_gather_unregistered` called, or no longer, when parameters are read as attributes of these modules."""
@@ -202,9 +203,10 @@ class BlockUnits:
             self._gather(unit)
             self._units.use((unit,))
 
-    def _use(self, needed: Sequence[int]) -> None:
-        """Gather units, and the one that followed them the last time; release those that are done."""
-        self._keep_only(needed)
+    def _use(self, needed: Sequence[int], releases: bool = True) -> None:
+        """Gather units, and the one that followed them the last time; release those that are done, if `releases`."""
+        if releases:
+            self._keep_only(needed)
         for unit in needed:
             self._gather(unit)
         self._units.use(needed)

@@ -55,10 +55,22 @@ class Borrowing(nn.Module):
         super().__init__()
         self.lender, self.other, self.declared = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.borrower = Borrower(self.lender, self.declared)
-        self.lister = Lister(self.other)
+        self.lister, self.head = Lister(self.other), Head()
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.lister(self.borrower(self.lender(x))) + self.other(x)).square().mean()
+        return self.head(self.lister(self.borrower(self.lender(x))) + self.other(x)).square().mean()
+
+
+class Head(nn.Module):
+    """Has its linear's bias, and returns the very tensor that the linear returns, as BERT's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.bias = self.linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
 
 
 class Borrower(nn.Module):
