@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from parallel3d.comm.collectives import Work, all_gather_integers, all_gather_object, all_reduce
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import Config
-from parallel3d.engine.fp8_gathers import mark_gathers
 from parallel3d.errors import ConfigError, OffloadError
 from parallel3d.kernels.fused_adamw import open_update_kernels
 from parallel3d.optim.precision import LossScaler, Precision
@@ -117,7 +116,6 @@ class WeightUpdate:
         self.policy = replace(mine, reduce_per_micro_batch=anywhere)
         check_precision(infos, self.policy)
         self._storage, self._weight_file = self._open_storage(infos, config.offload.host_memory_gib)
-        mark_gathers(model, config)
         self._make_buckets(infos, on_value, on_gradient)
         _cast(model, precision.weights)
         self.sharded = ShardedOptimizer(
