@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 class Reader(Block):
-    """Uses the weight of its last linear once more, and has one that is only read."""
+    """Reads the weight of its last linear, too, and that of one that is never called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,6 +38,17 @@ class Reader(Block):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(x, x, x, need_weights=False)[0]
         return super().forward(x) + F.linear(F.pad(x, (0, 3 * WIDTH)), self.down.weight)
+
+
+class Borrower(Block):
+    """Reads the weight of its first linear in a way that only a call shows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + F.linear(x, weight_of(self.up)).narrow(-1, 0, WIDTH)
+
+
+def weight_of(linear: nn.Module) -> Tensor:
+    return linear.weight
 
 
 class Whole(nn.Module):
@@ -114,7 +125,7 @@ def train(blocks: Sequence[type[Block]], pipelined: bool, device: str, **config:
 
 def compare(pipelined: bool, compiled: bool, device: str = "cpu") -> set[int]:
     """Bytes of all-gathers with stage 3, whose numbers must be those of stage 2."""
-    blocks = [Block, Block] if compiled else [Block, Reader]
+    blocks = [Block, Reader] if compiled else [Block, Reader, Borrower]
     runs = []
     for stage in (2, 3):
         zero = {"stage": stage, "stage3_param_persistence_threshold": 0}

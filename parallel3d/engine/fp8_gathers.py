@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dis
+import inspect
 from collections import Counter
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from functools import cache, partial
+from itertools import pairwise
+from types import CodeType
 
 import torch
 from torch import nn
@@ -22,15 +26,13 @@ from parallel3d.zero.external import WatchedParameters
 from parallel3d.zero.fp8_weights import Fp8Weights, let_gather_in_fp8
 from parallel3d.zero.weights import weights_of
 
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-
 
 def mark_gathers(model: PipelineModule, config: Config) -> None:
     """Let ZeRO-3 gather the weights of fp8 linears in fp8, before buckets are made; not those that others may read.
 
-    These are parameters that a module holds beside the linear, linears with hooks, and those inside torch's own modules, such
-    as nn.MultiheadAttention, which compute with the weights of their linears. Row-wise scales of a weight and its transpose
-    differ, and shards on the host are copied to the device as they are: there the weights are gathered in their own dtype.
+    These are parameters that a module holds beside the linear, linears with hooks, and those whose weights the forward of a
+    module around them reads, as nn.MultiheadAttention does. Row-wise scales of a weight and its transpose differ, and shards on
+    the host are copied to the device as they are: there weights are gathered in their own dtype.
     """
     zero, fp8 = config.zero_optimization, config.fp8
     on_host = zero.offload_param.device not in ("none", None)
@@ -38,12 +40,23 @@ def mark_gathers(model: PipelineModule, config: Config) -> None:
         return
     modules = list(model.layers.modules())
     readers = Counter(p for m in modules for p in tree_leaves(list(vars(m).values())) if isinstance(p, nn.Parameter))
-    torchs = (m for m in modules if type(m).__module__.startswith("torch.nn.") and not isinstance(m, _CONTAINERS))
-    inside = {child for m in torchs for child in m.children()}
+    read = {linear for m in modules for linear in _read_by_forward(m)}
     for _, linear in chosen_linears(model, fp8):
         weight = linear.get_parameter("weight")
-        if readers[weight] == 1 and linear not in inside and not has_hooks(linear):
+        if readers[weight] == 1 and linear not in read and not has_hooks(linear):
             let_gather_in_fp8(weight)
+
+
+def _read_by_forward(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules inside one whose forward has `<name>.weight`, with their names."""
+    code = getattr(inspect.unwrap(module.forward), "__code__", None)
+    if code is not None and (names := _names_before_weight(code)):
+        yield from (inner for path, inner in module.named_modules() if path.rpartition(".")[2] in names)
+
+
+@cache
+def _names_before_weight(code: CodeType) -> set[str]:
+    return {before.argval for before, load in pairwise(dis.get_instructions(code)) if load.argval == "weight"}
 
 
 def gather_in_fp8(fp8: Fp8, linears: Sequence[Named], groups: ProcessGroups) -> None:

@@ -23,5 +23,5 @@ def deterministic(pipelined: bool, compiled: bool) -> set[int]:
 @pytest.mark.parametrize(("pipelined", "compiled"), [(False, False), (True, False), (True, True)])
 def test_a_byte_an_element_gives_the_same_numbers(gpu_pool: RankPools, pipelined: bool, compiled: bool):
     for gathered in gpu_pool.run(2, deterministic, pipelined, compiled):
-        assert LINEARS in gathered
+        assert {LINEARS, LINEARS // 2} <= gathered
         assert (2 * LINEARS in gathered) == (not compiled)
