@@ -173,13 +173,19 @@ class BlockUnits:
         needed = self._needed[module]
         self._running.subtract(needed)
         if torch.is_grad_enabled() and needed:
+            outer = module in self._outer
             for leaf in tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(partial(self._before_backward, needed, module in self._outer))
+                if isinstance(leaf, Tensor) and leaf.requires_grad and (outer or not self._has_hook(leaf)):
+                    leaf.register_hook(partial(self._before_backward, needed, outer))
         if module is self.module:
             self._last = self._ahead = None
         if not _is_in_backward():  # a recomputation is followed by the backward that needs it
             self._keep_only(())
+
+    def _has_hook(self, output: Tensor) -> bool:
+        """Return whether another module has returned the same tensor: its gradient comes when that module's backward begins."""
+        hooks: Mapping[int, Any] = output._backward_hooks or {}
+        return any(getattr(hook, "func", None) == self._before_backward for hook in hooks.values())
 
     def _before_backward(self, needed: Sequence[int], outer: bool, _: Tensor) -> None:
         if outer:
