@@ -118,6 +118,8 @@ def train(blocks: Sequence[type[Block]], pipelined: bool, device: str, **config:
             losses.append(engine.eval()(*own[0]).item())
         engine.train()
     gathered = {nbytes for kind, nbytes, _ in LOG.seconds if kind == "all_gather"}
+    LOG.settings = None  # for what runs in this process later
+    LOG.seconds.clear()
     with GatheredParameters(model.parameters()):
         weights = {name: p.detach().float().cpu() for name, p in model.named_parameters()}
     return losses, weights, gathered

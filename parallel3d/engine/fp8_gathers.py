@@ -34,6 +34,8 @@ def mark_gathers(model: PipelineModule, config: Config) -> None:
     module around them reads, as nn.MultiheadAttention does. Row-wise scales of a weight and its transpose differ, and shards on
     the host are copied to the device as they are: there weights are gathered in their own dtype.
     """
+    for p in model.layers.parameters():  # of an engine before
+        let_gather_in_fp8(p, False)
     zero, fp8 = config.zero_optimization, config.fp8
     on_host = zero.offload_param.device not in ("none", None)
     if not fp8.enabled or fp8.recipe != "tensorwise" or zero.stage < 3 or on_host:
@@ -44,7 +46,7 @@ def mark_gathers(model: PipelineModule, config: Config) -> None:
     for _, linear in chosen_linears(model, fp8):
         weight = linear.get_parameter("weight")
         if readers[weight] == 1 and linear not in read and not has_hooks(linear):
-            let_gather_in_fp8(weight)
+            let_gather_in_fp8(weight, True)
 
 
 def _read_by_forward(module: nn.Module) -> Iterator[nn.Module]:

@@ -16,14 +16,14 @@ from parallel3d.zero.weights import ShardedWeights, WeightState
 Round = Callable[[Tensor, Tensor, Tensor], None]
 
 
-def let_gather_in_fp8(parameter: nn.Parameter) -> None:
-    """Let buckets that are made from now on gather a parameter in fp8, if it is sharded: only its fp8 linear reads it."""
-    vars(parameter)["in_fp8"] = True
+def let_gather_in_fp8(parameter: nn.Parameter, lets: bool) -> None:
+    """Let buckets that are made from now on gather a parameter in fp8 if it is sharded: only its fp8 linear reads it."""
+    vars(parameter)["in_fp8"] = lets
 
 
 def is_in_fp8(parameter: Tensor) -> bool:
-    """Return whether `let_gather_in_fp8` was called for the parameter."""
-    return "in_fp8" in vars(parameter)
+    """Return whether buckets may gather a parameter in fp8."""
+    return bool(vars(parameter).get("in_fp8"))
 
 
 class Fp8Weights(ShardedWeights):
