@@ -9,7 +9,7 @@ casts with what is computed before them. Casts of weights, which are kept, come 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +34,7 @@ from parallel3d.autograd.selective import kept
 from parallel3d.autograd.sink import GradientSink
 from parallel3d.comm.collectives import Group
 from parallel3d.config import Fp8Config
-from parallel3d.kernels.fp8 import E4M3, E5M2, Casts, Scaled, cast, multiply, multiply_into
+from parallel3d.kernels.fp8 import E4M3, E5M2, Casts, Scaled, cast, multiply, multiply_into, transpose
 from parallel3d.operators import Numbers, define
 
 
@@ -69,6 +69,11 @@ class Fp8:
         self.kept: dict[Fp8Linear, Casts] = {}
         self.layers: WeakKeyDictionary[nn.Module, Fp8Linear] = WeakKeyDictionary()
         self._memory: WeakKeyDictionary[Fp8Linear, Casts] = WeakKeyDictionary()
+        self._on_keep: Callable[[bool], None] = lambda _: None
+
+    def call_on_keep(self, function: Callable[[bool], None]) -> None:
+        """Call a function whenever weights may have changed since casts were kept: whether they will be kept from now on."""
+        self._on_keep = function
 
     @property
     def keeps(self) -> bool:
@@ -79,6 +84,7 @@ class Fp8:
         """Keep casts of weights until this is called with another object than now; with None, keep none."""
         if step != self._step:
             self.kept.clear()
+            self._on_keep(step is not None)
         self._step = step
 
     @contextmanager
@@ -116,13 +122,20 @@ class Fp8Linear:
     def __init__(self, fp8: Fp8, sink: GradientSink, group: Group | None = None, dim: int | None = None):
         self.fp8, self.sink, self.group, self._dim = fp8, sink, group, dim
         self.number = torch.tensor(LAYERS.add(self), device="cpu")
+        self._gathered: Callable[[], Scaled | None] = lambda: None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave it out of a copy or pickle of the layer, which is not in fp8: NoneType() is None."""
         return type(None), ()
 
+    def gather_by(self, gathered: Callable[[], Scaled | None]) -> None:
+        """Take the weight in fp8 from this function, where it returns one: ZeRO-3 has gathered it in fp8 then."""
+        self._gathered = gathered
+
     def cast_weight(self, weight: Tensor, transposed: bool) -> Scaled:
         """Return the weight [out, in] in fp8, or its transpose."""
+        if (gathered := self._gathered()) is not None:
+            return transpose(gathered) if transposed else gathered
         found = self.fp8.kept.get(self)
         if found is None:
             # A gathered weight must leave no memory behind when it is released.
@@ -149,7 +162,9 @@ class Fp8Linear:
         """Run a linear layer that is whole; under torch.func, which can't run it in fp8, as it is."""
         if torch._C._are_functorch_transforms_active():
             return F.linear(x, linear.weight, linear.bias)
-        return fp8_linears([self], [port], x, [(linear.weight, linear.bias)])[0]
+        # Not linear.weight, whose readers get it in its own dtype.
+        pair: Any = linear._parameters.get("weight"), linear._parameters.get("bias")
+        return fp8_linears([self], [port], x, [pair])[0]
 
 
 LAYERS: Numbers[Fp8Linear] = Numbers()

@@ -30,6 +30,7 @@ from parallel3d.monitor.uncompiled import UncompiledWriter
 from parallel3d.pipe.blocks import BlockUnits
 from parallel3d.pipe.layer_choice import choice_rule
 from parallel3d.pipe.module import PipelineModule
+from parallel3d.zero.external import unwatch
 
 
 class Compilation:
@@ -92,6 +93,7 @@ class Compilation:
 
     def _compile_layer(self, module: nn.Module, options: Mapping[str, Any]) -> None:
         """Compile a layer in its own way, or as nn.Module.compile does; what is recomputed in part becomes so in its graph."""
+        unwatch(module)
         policy = self._model.calls.policy_of(module)
         if policy in SELECTIVE:
             self._model.calls.leave_to_graph(module)

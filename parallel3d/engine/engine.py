@@ -17,6 +17,7 @@ from parallel3d.engine.auto import AutoSchedule
 from parallel3d.engine.calls import StepByCalls, StepProgress, check_metrics
 from parallel3d.engine.compile import Compilation
 from parallel3d.engine.flops import peak_of
+from parallel3d.engine.fp8_gathers import mark_gathers
 from parallel3d.engine.garbage import GarbageFreezer
 from parallel3d.engine.reports import Reports
 from parallel3d.engine.state import Checkpoints, Location
@@ -82,16 +83,16 @@ class Engine:
         on_value = numerics.gradient if numerics is not None and numerics.checks_gradients else None
         monitor = StepMonitor(config, model.groups, model.device, peak_of(model.device))
         hooks = monitor.launched, on_value, lambda parameter: self._calls.begin_own(parameter)
+        mark_gathers(model, config)
         self.update = WeightUpdate(model, optimizer or idle_optimizer(model), config, precision, *hooks)
         self.reports = Reports(model, config, checkpointer, monitor, self.update, self.data)
         on_loss = numerics.loss if numerics is not None else None
         open_tensor_parallel(self.process_groups, model.device, config)
         self._garbage = GarbageFreezer(config.gc_freeze and model.device.type == "cuda")
-        self._runner = BatchRunner(model, config, self.update, precision, progress, self.reports, on_loss, transport)
-        attending, programs, fp8 = self._runner.attending, self._runner.programs, self._runner.fp8
-        self._calls: StepByCalls = StepByCalls(
-            model, self.module, self.update, precision, progress, self.data, attending, on_loss, fp8
-        )
+        runner = BatchRunner(model, config, self.update, precision, progress, self.reports, on_loss, transport)
+        self._runner, programs = runner, runner.programs
+        parts = model, self.module, self.update, precision, progress, self.data
+        self._calls: StepByCalls = StepByCalls(*parts, runner.attending, on_loss, runner.fp8)
         self._auto = (
             AutoSchedule(model, programs, config.pipeline, monitor) if config.pipeline.schedule == "auto" else None
         )

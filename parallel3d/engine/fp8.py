@@ -13,6 +13,7 @@ from parallel3d.autograd.fp8 import Fp8, Fp8Linear
 from parallel3d.autograd.sink import GradientSink
 from parallel3d.autograd.split_backward import is_split, make_splittable
 from parallel3d.comm.collectives import Group, all_gather_object
+from parallel3d.config import Fp8Config
 from parallel3d.config.section import LayerNames
 from parallel3d.errors import ConfigError
 from parallel3d.kernels.fp8 import MULTIPLE
@@ -70,13 +71,10 @@ def use_fp8(linears: Sequence[Named], fp8: Fp8, sink: GradientSink, control: Gro
     sink: gets the weight gradients of plain linears. control: the world. Raises ConfigError, on all ranks, for a filter that
     matches no linear, and if none is left. Collective.
     """
-    patterns = _patterns(fp8.config.filter)
-    stays = {pattern: {name for name, _ in linears if re.search(pattern, name)} for pattern in patterns}
-    fits = {name for name, linear in linears if not any(size % MULTIPLE for size in _sizes(linear))}
-    chosen = fits.difference(*stays.values())
-    found = all_gather_object(([p for p in patterns if stays[p]], sorted(chosen), len(linears)), control)
+    stays, fits, chosen = _choose(linears, fp8.config.filter)
+    found = all_gather_object(([p for p in stays if stays[p]], sorted(chosen), len(linears)), control)
     names = {name for _, own, _ in found for name in own}
-    if unused := [pattern for pattern in patterns if not any(pattern in used for used, *_ in found)]:
+    if unused := [pattern for pattern in stays if not any(pattern in used for used, *_ in found)]:
         raise ConfigError(f"fp8.filter has {unused[0]!r}, which is in the name of no linear of a block; drop it")
     if not names:
         raise ConfigError(
@@ -89,6 +87,20 @@ def use_fp8(linears: Sequence[Named], fp8: Fp8, sink: GradientSink, control: Gro
     if control.index == 0:
         left = {name for name, _ in linears} - fits
         logger.info("fp8: %d linears of the model, and %d of rank 0 too odd in size", len(names), len(left))
+
+
+def chosen_linears(model: PipelineModule, config: Fp8Config) -> list[Named]:
+    """Return the linears of this rank's layers that use_fp8 will choose. Raises ConfigError for a filter that is no pattern."""
+    linears = linears_of(model)
+    *_, chosen = _choose(linears, config.filter)
+    return [(name, linear) for name, linear in linears if name in chosen]
+
+
+def _choose(linears: Sequence[Named], choice: LayerNames) -> tuple[dict[str, set[str]], set[str], set[str]]:
+    """Return the names that each pattern of fp8.filter leaves out, those of linears of fitting sizes, and the chosen ones."""
+    stays = {pattern: {name for name, _ in linears if re.search(pattern, name)} for pattern in _patterns(choice)}
+    fits = {name for name, linear in linears if not any(size % MULTIPLE for size in _sizes(linear))}
+    return stays, fits, fits.difference(*stays.values())
 
 
 def _patterns(choice: LayerNames) -> list[str]:

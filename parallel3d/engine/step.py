@@ -19,6 +19,7 @@ from parallel3d.config import Config
 from parallel3d.engine.attention import attention_context
 from parallel3d.engine.calls import StepProgress
 from parallel3d.engine.fp8 import check_device, linears_of, use_fp8
+from parallel3d.engine.fp8_gathers import gather_in_fp8
 from parallel3d.engine.reports import Reports
 from parallel3d.engine.update import LossShare, WeightUpdate, countable
 from parallel3d.errors import ConfigError
@@ -133,7 +134,9 @@ class BatchRunner:
             make_splittable(self._model, self._update.reducer.sink, fused_from)
         if self.fp8.config.enabled:
             check_device(self._model.device)
-            use_fp8(linears_of(self._model), self.fp8, self._update.reducer.sink, self._groups.control)
+            linears = linears_of(self._model)
+            use_fp8(linears, self.fp8, self._update.reducer.sink, self._groups.control)
+            gather_in_fp8(self.fp8, linears, self._groups)
 
     def stream(self, micro_batch: int) -> EnterLayer:
         """Return the random stream of one of this replica's micro-batches in the current step."""

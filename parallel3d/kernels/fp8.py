@@ -7,8 +7,10 @@ magnitude there the largest number of the dtype. Numbers that are not finite mak
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import gcd
 
 import torch
 import torch.nn.functional as F
@@ -71,7 +73,18 @@ def _scale(x: Tensor, dtype: torch.dtype, rowwise: bool, group: Group | None) ->
     amax = amax.float()
     if group is not None:
         all_reduce_max(amax, group).wait()
+    return scale_of(amax, dtype)
+
+
+def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the scales of matrices with these largest magnitudes, in fp32."""
     return torch.finfo(dtype).max / amax.clamp(min=_LEAST)
+
+
+def largest_of(parts: Sequence[Tensor]) -> Tensor:
+    """Return the largest magnitude of each of these tensors, [parts] in fp32; of an empty one 0."""
+    some = [part if part.numel() else part.new_zeros(1) for part in parts]
+    return torch.stack(torch._foreach_norm(some, float("inf"))).float()
 
 
 def round_ref(x: Tensor, dtype: torch.dtype, scale: Tensor | None, other: Tensor | None) -> Casts:
@@ -94,18 +107,40 @@ def _has_kernel(x: Tensor) -> bool:
 
 def round_on_gpu(x: Tensor, dtype: torch.dtype, scale: Tensor | None, other: Tensor | None) -> Casts:
     """Round as `round_ref`, reading x once: the chain of operators moves three times the bytes."""
-    from parallel3d.kernels.fp8_triton import round_both  # here: PyTorch for the CPU has no Triton
-
     rows, columns = x.shape
     one = None if scale is None else Scaled(x.new_empty(rows, columns, dtype=dtype), scale.reciprocal())
     turned = None if other is None else Scaled(x.new_empty(columns, rows, dtype=dtype), other.reciprocal())
+    _round_to(x, scale, other, *(None if scaled is None else scaled.values for scaled in (one, turned)))
+    return one, turned
+
+
+def _round_to(x: Tensor, scale: Tensor | None, other: Tensor | None, out: Tensor | None, out_t: Tensor | None) -> None:
+    from parallel3d.kernels.fp8_triton import round_both  # here: PyTorch for the CPU has no Triton
+
+    rows, columns = x.shape
     given = scale if scale is not None else other
     if given is not None:
-        outs = (None if scaled is None else scaled.values for scaled in (one, turned))
-        grid = -(-rows // _BLOCK), -(-columns // _BLOCK)
-        step = int(given.dim() > 0)
-        round_both[grid](x.contiguous(), scale, other, *outs, rows, columns, STEP=step, BLOCK=_BLOCK, num_warps=8)
-    return one, turned
+        grid, step = (-(-rows // _BLOCK), -(-columns // _BLOCK)), int(given.dim() > 0)
+        round_both[grid](x.contiguous(), scale, other, out, out_t, rows, columns, STEP=step, BLOCK=_BLOCK, num_warps=8)
+
+
+def round_into(out: Tensor, x: Tensor, scale: Tensor) -> None:
+    """out = x * scale as `cast` rounds a matrix that x is a part of. out: in fp8, x: both flat, scale: []."""
+    if _has_kernel(x):
+        shape = -1, gcd(x.numel(), _BLOCK)
+        _round_to(x.view(shape), scale, None, out.view(shape), None)
+    else:
+        out.copy_(_rounded(x, out.dtype, scale).values)
+
+
+def transpose(x: Scaled) -> Scaled:
+    """Return the transpose of a matrix with one scale."""
+    if not x.values.is_cuda:
+        return Scaled(x.values.t().contiguous(), x.inverse_scale)
+    # torch's copy would read bytes far from each other one by one.
+    turned = x.values.new_empty(x.values.shape[::-1])
+    _round_to(x.values, None, x.values.new_ones((), dtype=torch.float32), None, turned)
+    return Scaled(turned, x.inverse_scale)
 
 
 def multiply(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:

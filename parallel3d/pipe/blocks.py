@@ -23,12 +23,13 @@ from parallel3d.first_shapes import FirstShapes
 from parallel3d.schedule.instructions import Instruction
 from parallel3d.schedule.lifetimes import LiveLimits
 from parallel3d.zero.external import (
+    WatchedParameters,
     declare_deepspeed_attributes,
     external_parameters,
     register_external_parameter,
     z3_leaf_module,
 )
-from parallel3d.zero.weights import Units, WeightState
+from parallel3d.zero.weights import Units
 
 
 def units_of(model: nn.Module) -> dict[nn.Module, int]:
@@ -64,23 +65,6 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-class _Parameters(dict[str, nn.Parameter | None]):
-    """The parameters of a module; calls `on_use` when one that is not gathered is read as an attribute of the module."""
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter | None], on_use: Callable[[nn.Parameter], None]):
-        super().__init__(parameters)
-        self._on_use = on_use
-
-    def __getitem__(self, name: str) -> nn.Parameter | None:
-        parameter = super().__getitem__(name)
-        if parameter is not None and vars(parameter).get("ds_status", WeightState.GATHERED) is not WeightState.GATHERED:
-            self._on_use(parameter)
-        return parameter
-
-    def __reduce__(self) -> tuple[type, tuple[dict[str, nn.Parameter | None]]]:
-        return dict, (dict(self),)
 
 
 class BlockUnits:
@@ -189,24 +173,31 @@ class BlockUnits:
         needed = self._needed[module]
         self._running.subtract(needed)
         if torch.is_grad_enabled() and needed:
+            outer = module in self._outer
             for leaf in tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(partial(self._before_backward, needed, module in self._outer))
+                if isinstance(leaf, Tensor) and leaf.requires_grad and (outer or not self._has_hook(leaf)):
+                    leaf.register_hook(partial(self._before_backward, needed, outer))
         if module is self.module:
             self._last = self._ahead = None
         if not _is_in_backward():  # a recomputation is followed by the backward that needs it
             self._keep_only(())
 
+    def _has_hook(self, output: Tensor) -> bool:
+        """Return whether another module has returned the same tensor: its gradient comes when that module's backward begins."""
+        hooks: Mapping[int, Any] = output._backward_hooks or {}
+        return any(getattr(hook, "func", None) == self._before_backward for hook in hooks.values())
+
     def _before_backward(self, needed: Sequence[int], outer: bool, _: Tensor) -> None:
         if outer:
             self._kept.update(needed)
-        self._use(needed)
+        # An outer module may have returned the tensor of an inner one, whose weights have come first then.
+        self._use(needed, releases=not outer)
 
     def _watch(self, modules: Iterable[nn.Module], on: bool = True) -> None:
         """Have `_gather_unregistered` called, or no longer, when parameters are read as attributes of these modules."""
         for module in modules:
             own = vars(module)["_parameters"]
-            vars(module)["_parameters"] = _Parameters(own, self._gather_unregistered) if on else dict(own)
+            vars(module)["_parameters"] = WatchedParameters(own, self._gather_unregistered) if on else dict(own)
 
     def _gather_unregistered(self, parameter: nn.Parameter) -> None:
         """Gather a parameter of another unit for the module that runs, now and from now on whenever that runs."""
@@ -218,9 +209,10 @@ class BlockUnits:
             self._gather(unit)
             self._units.use((unit,))
 
-    def _use(self, needed: Sequence[int]) -> None:
-        """Gather units, and the one that followed them the last time; release those that are done."""
-        self._keep_only(needed)
+    def _use(self, needed: Sequence[int], releases: bool = True) -> None:
+        """Gather units, and the one that followed them the last time; release those that are done, if `releases`."""
+        if releases:
+            self._keep_only(needed)
         for unit in needed:
             self._gather(unit)
         self._units.use(needed)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.autograd.fp8 import Fp8Linear, fp8_linears
-from parallel3d.autograd.products import NO_BOUNDARY, RegionBoundary
+from parallel3d.autograd.products import NO_BOUNDARY, Pair, RegionBoundary
 from parallel3d.autograd.split_backward import SplittableLayer, has_hooks, linears, row_linear
 from parallel3d.comm.collectives import Group
 from parallel3d.errors import PartitionError
@@ -50,6 +50,13 @@ class SlicedLayer(SplittableLayer, ABC):
     def use_fp8(self, fp8: Fp8Linear) -> None:
         """Compute the products of this linear layer in fp8."""
         self._fp8 = fp8
+
+    @property
+    def _pair(self) -> Pair:
+        """The weight and the bias; not as attributes, whose readers don't get the weight in fp8."""
+        weight = self._parameters.get("weight")
+        assert weight is not None
+        return weight, self._parameters.get("bias")
 
     def _hold(self, weight: Tensor, bias: Tensor | None) -> None:
         self.register_parameter("weight", cast(nn.Parameter, weight))
@@ -157,7 +164,7 @@ def column_outputs(layers: Sequence[ColumnParallelLinear], x: Tensor, length: in
 
 
 def _outputs(layers: Sequence[ColumnParallelLinear], x: Tensor, length: int | None) -> tuple[Tensor, ...]:
-    pairs, before = [(layer.weight, layer.bias) for layer in layers], layers[0]._boundary(length)
+    before, pairs = layers[0]._boundary(length), [layer._pair for layer in layers]
     fp8, ports = [layer._fp8 for layer in layers if layer._fp8 is not None], [layer.port for layer in layers]
     outputs = fp8_linears(fp8, ports, x, pairs, before) if fp8 else linears(ports, x, pairs, before)
     return tuple(layer._output(y) for layer, y in zip(layers, outputs, strict=True))
@@ -210,7 +217,7 @@ class RowParallelLinear(SlicedLayer):
         length = sequence_length(x) if self.sequence_parallel else None
         after = boundary(self.group, self.sequence_parallel, length)
         if self._fp8 is not None:
-            (y,) = fp8_linears([self._fp8], [self.port], x, [(self.weight, None)], after=after)
+            (y,) = fp8_linears([self._fp8], [self.port], x, [(self._pair[0], None)], after=after)
         else:
             y = row_linear(self.port, x, self.weight, after)
         return y if self.bias is None else y + self.bias.to(y.dtype)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from parallel3d.comm.collectives import DONE, Group, Work, all_gather_into
 from parallel3d.errors import ExecutionError
 from parallel3d.parameters import ParameterInfo
+from parallel3d.zero.fp8_weights import kind_of_shards
 from parallel3d.zero.host_shards import HostShards
 from parallel3d.zero.layout import BucketLayout, lay_out
 from parallel3d.zero.policy import COPIED_NUMEL, ZeroPolicy
@@ -146,7 +147,9 @@ class Bucket:
         if layout.is_sharded:
             host = host if layout.weights_offloaded else None
             shard = own if host is None else host.keep(own, layout.weights_on_disk)
-            self.sharded = ShardedWeights(weights, shard, self.parameters, views, self._gather_group, host)
+            self.sharded = kind_of_shards(layout.gathers_fp8)(
+                weights, shard, self.parameters, views, self._gather_group, host
+            )
             return weights, self.sharded.shard, master
         self._point_to(own)
         return own, own[self.shard], master
@@ -274,7 +277,7 @@ class Bucket:
 
     def check_place(self) -> None:
         """Raise ExecutionError for a parameter that is no longer in the bucket's memory: no step would update it."""
-        if self.weights is None or (self.sharded is not None and self.sharded.state is WeightState.SHARDED):
+        if self.weights is None or (self.sharded is not None and self.sharded.state is not WeightState.GATHERED):
             return
         start, width = self.weights.data_ptr(), self.weights.itemsize
         for info, offset, size in zip(self.infos, self.offsets, self.sizes, strict=True):

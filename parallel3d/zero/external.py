@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from torch import nn
 
 from parallel3d.config import ZeroConfig
 from parallel3d.errors import ConfigError, nearest
+from parallel3d.zero.weights import WeightState
 
 _LEAF, _EXTERNAL = "_zero3_leaf", "_zero3_external"
 
@@ -151,6 +152,39 @@ def external_parameters(module: nn.Module) -> Iterable[nn.Parameter]:
     """Return the parameters that register_external_parameter has given a module."""
     found: list[nn.Parameter] = vars(module).get(_EXTERNAL, [])
     return found
+
+
+def unwatch(model: nn.Module) -> None:
+    """Make parameters of modules plain dicts again, as torch.compile needs them."""
+    for module in model.modules():
+        if isinstance(module._parameters, WatchedParameters):
+            vars(module)["_parameters"] = dict(module._parameters)
+
+
+class WatchedParameters(dict[str, nn.Parameter | None]):
+    """The parameters of a module; calls `on_use` when one that is not gathered is read as an attribute of the module.
+
+    One that is gathered in fp8 is gathered in its own dtype then.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter | None], on_use: Callable[[nn.Parameter], None] = lambda _: None
+    ):
+        super().__init__(parameters)
+        self._on_use = on_use
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        parameter = super().__getitem__(name)
+        if parameter is not None:
+            status = vars(parameter).get("ds_status", WeightState.GATHERED)
+            if status is WeightState.IN_FP8:
+                vars(parameter)["sharded_weights"].read_whole()
+            elif status is not WeightState.GATHERED:
+                self._on_use(parameter)
+        return parameter
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, nn.Parameter | None]]]:
+        return dict, (dict(self),)
 
 
 def _named_external_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

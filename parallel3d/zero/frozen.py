@@ -10,10 +10,11 @@ from torch import Tensor
 
 from parallel3d.comm.collectives import Group
 from parallel3d.parameters import ParameterInfo
+from parallel3d.zero.fp8_weights import kind_of_shards
 from parallel3d.zero.host_shards import HostShards
 from parallel3d.zero.layout import BucketLayout, by_owners, lay_out
 from parallel3d.zero.policy import ZeroPolicy
-from parallel3d.zero.weights import ShardedWeights, cut
+from parallel3d.zero.weights import cut
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +41,7 @@ class FrozenBucket:
         self.infos = layout.infos
         host = host if layout.weights_offloaded else None
         shard = shard if host is None else host.keep(shard, layout.weights_on_disk)
-        self.sharded = ShardedWeights(weights, shard, parameters, views, group, host)
+        self.sharded = kind_of_shards(layout.gathers_fp8)(weights, shard, parameters, views, group, host)
         parts = [cut(offset, numel, own) for offset, numel in zip(layout.offsets, layout.sizes, strict=True)]
         self.shards = [
             FrozenShard(info, self.sharded.shard[part], own.start + part.start - offset)

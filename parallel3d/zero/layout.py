@@ -11,6 +11,7 @@ from torch import Tensor
 
 from parallel3d.comm.collectives import Group
 from parallel3d.parameters import ParameterInfo, slicing_of
+from parallel3d.zero.fp8_weights import is_in_fp8
 from parallel3d.zero.policy import ZeroPolicy
 from parallel3d.zero.weights import cut, forget, read_into
 
@@ -32,11 +33,13 @@ class Kind:
     dtype: dtype in which the parameters were built.
     sliced: whether each tensor-parallel rank holds another part.
     partial_over: for copies, the group over which their gradients are summed; None if these are whole on every rank.
+    in_fp8: whether ZeRO-3 may gather them in fp8.
     """
 
     dtype: torch.dtype
     sliced: bool
     partial_over: Group | None
+    in_fp8: bool
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,11 @@ class BucketLayout:
         offload = self.policy.offload if self.is_offloaded else None
         updated_on_host = offload is not None and offload.on_cpu
         return self.weight_dtype != self.master_dtype or updated_on_host or self.weights_offloaded
+
+    @property
+    def gathers_fp8(self) -> bool:
+        """Whether the weights are gathered in fp8 while a step runs; see Fp8Weights."""
+        return self.is_sharded and self.kind.in_fp8 and not self.weights_offloaded
 
     @property
     def gradient_dtype(self) -> torch.dtype:
@@ -157,16 +165,17 @@ def lay_out(infos: Sequence[ParameterInfo], policy: ZeroPolicy, num_shards: int)
     larger than the limit has its own bucket. Parameters are padded to ALIGNMENT, buckets to num_shards * ALIGNMENT elements.
     With stage 3 no bucket has parameters of several units, unless their weights stay whole.
     """
-    kinds: dict[tuple[int | None, tuple[torch.dtype, bool, Group | None]], list[ParameterInfo]] = {}
+    kinds: dict[tuple[int | None, Kind], list[ParameterInfo]] = {}
     sharded = _sharded_units(infos, policy, num_shards)
     for info in infos:
-        parameter = info.parameter
-        kind = parameter.dtype, slicing_of(parameter) is not None, getattr(parameter, "partial_over", None)
-        kinds.setdefault((info.unit if info.unit in sharded else None, kind), []).append(info)
+        parameter, unit = info.parameter, info.unit if info.unit in sharded else None
+        partial_over, in_fp8 = getattr(parameter, "partial_over", None), unit is not None and is_in_fp8(parameter)
+        kind = Kind(parameter.dtype, slicing_of(parameter) is not None, partial_over, in_fp8)
+        kinds.setdefault((unit, kind), []).append(info)
     layouts = [
         layout
         for (unit, kind), alike in kinds.items()
-        for layout in _cut(Kind(*kind), alike, policy, num_shards, unit is not None)
+        for layout in _cut(kind, alike, policy, num_shards, unit is not None)
     ]
     if (weights := policy.weight_offload) is not None:
         taken = _share((layout.numel * layout.is_sharded for layout in layouts), weights.ratio)

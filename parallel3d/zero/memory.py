@@ -183,7 +183,8 @@ def unit_sizes(
         for layout in _layouts(own, policy, data_size):
             if layout.is_sharded:
                 unit, host, numel = layout.infos[0].unit, _host_shard(layout), layout.numel
-                more = numel, numel * layout.weight_dtype.itemsize, host, host * layout.weights_on_disk
+                nbytes = numel * (1 if layout.gathers_fp8 else layout.weight_dtype.itemsize)
+                more = numel, nbytes, host, host * layout.weights_on_disk
                 sizes[unit] = UnitSize(*map(add, sizes.get(unit, (0, 0, 0, 0)), more))
     return sizes
 

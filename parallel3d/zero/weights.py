@@ -34,6 +34,7 @@ class WeightState(Enum):
     SHARDED = "this rank's shard alone"
     GATHERING = "the shard and the whole, which is being written"
     GATHERED = "the shard and the whole"
+    IN_FP8 = "the shard and the whole in fp8, see Fp8Weights"
     NOT_AVAILABLE = SHARDED
     INFLIGHT = GATHERING
     AVAILABLE = GATHERED
@@ -65,8 +66,9 @@ class ShardedWeights:
     objects too. Their data are views of the flat tensor while it is gathered, and placeholders otherwise. They have DeepSpeed's
     attributes ds_id, ds_shape, ds_numel, ds_status, which is the state, and ds_tensor: the elements that the shard has of each.
 
-    - shard: this rank's part, [numel / ranks], which `host` keeps if it is given. numel: elements of the flat tensor, padding
-      included; nbytes: its bytes.
+    - shard: this rank's part, [numel / ranks], which `host` keeps if it is given; pieces: of each parameter, what the shard has
+      of it, flat. numel: elements of the flat tensor, padding included; nbytes: its bytes; live_bytes: those gathered now.
+    - partition: the ranks that hold shards.
     - state: see WeightState.
     """
 
@@ -82,14 +84,16 @@ class ShardedWeights:
         self.shard, self.numel, self.nbytes = shard, whole.numel(), whole.nbytes
         self._host = host
         self._written: Event = None  # end of the last copy to a shard in host memory
-        self._whole, self._partition = whole, partition
+        self._whole, self.partition = whole, partition
         self._views = list(zip(parameters, views, strict=True))
         self._placeholders = [(p, placeholder(p, whole.dtype, whole.device)) for p in parameters]
+        self.pieces: list[Tensor] = []
         first = partition.index * shard.numel()
         for parameter, view in self._views:
             at = int(view.storage_offset()) - int(whole.storage_offset())
-            own = cut(at, view.numel(), slice(first, first + shard.numel()))
-            attributes = {"ds_shape": parameter.shape, "ds_numel": parameter.numel(), "ds_tensor": shard[own]}
+            own = shard[cut(at, view.numel(), slice(first, first + shard.numel()))]
+            self.pieces.append(own)
+            attributes = {"ds_shape": parameter.shape, "ds_numel": parameter.numel(), "ds_tensor": own}
             vars(parameter).update(sharded_weights=self, ds_id=id(parameter), **attributes)
         self._work: Work = DONE
         self._versions: list[int] = []
@@ -113,6 +117,16 @@ class ShardedWeights:
     @torch.no_grad()
     def gather(self) -> Work:
         """Start to gather the weights, unless they are; see `wait`. Raises ExecutionError if a placeholder was written."""
+        return self.gather_whole()
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of what is gathered now."""
+        return 0 if self.state is WeightState.SHARDED else self.nbytes
+
+    @torch.no_grad()
+    def gather_whole(self) -> Work:
+        """Do what `gather` does, in the weights' own dtype: the parameters have their values then."""
         if self.state is WeightState.SHARDED:
             self._check_unwritten()
             self._whole.untyped_storage().resize_(self.nbytes)
@@ -124,8 +138,8 @@ class ShardedWeights:
 
     def _start(self) -> Work:
         if self._host is not None:
-            return self._host.gather(self._whole, self.shard, self._partition, self._written)
-        return all_gather_into(self._whole, self.shard, self._partition)
+            return self._host.gather(self._whole, self.shard, self.partition, self._written)
+        return all_gather_into(self._whole, self.shard, self.partition)
 
     @torch.no_grad()
     def write(self, part: slice, values: Tensor) -> None:
@@ -165,15 +179,15 @@ class ShardedWeights:
         if self._host is not None:
             self._host.settle()
         size = self.shard.numel()
-        own = self._whole[self._partition.index * size :][:size]
+        own = self._whole[self.partition.index * size :][:size]
         return not torch.equal(own, self.shard.to(own.device))
 
     @torch.no_grad()
     def keep_changes(self, replica: int) -> None:
         """Copy what a replica has written into its gathered weights to the shards. Collective."""
-        broadcast(self._whole, self._partition.ranks[replica], self._partition)
+        broadcast(self._whole, self.partition.ranks[replica], self.partition)
         size = self.shard.numel()
-        self.write(slice(0, size), self._whole[self._partition.index * size :][:size])
+        self.write(slice(0, size), self._whole[self.partition.index * size :][:size])
 
 
 class Units:
@@ -189,7 +203,7 @@ class Units:
         self.sizes = {unit: sum(w.numel for w in own) for unit, own in weights.items()}
         self._unit_of = {p: unit for unit, own in weights.items() for w in own for p in w.parameters}
         self._nbytes = {unit: sum(w.nbytes for w in own) for unit, own in weights.items()}
-        self._held: set[int] = set()  # units that are gathered here, and not by GatheredParameters
+        self._held: dict[int, int] = {}  # units that are gathered here, and not by GatheredParameters, and their bytes
         self.live = self.peak = self.live_bytes = self.peak_bytes = self.number = 0
 
     def elements(self, nbytes: int) -> int:
@@ -215,12 +229,14 @@ class Units:
 
     def gather(self, unit: int) -> list[Work]:
         """Start to gather a unit, unless it is gathered; return the works of its collectives."""
-        if not self.is_gathered(unit):
-            self._held.add(unit)
-            self.live, self.live_bytes = self.live + self.sizes[unit], self.live_bytes + self._nbytes[unit]
+        gathered, weights = self.is_gathered(unit), self._weights[unit]
+        works = [each.gather() for each in weights]
+        if not gathered:
+            nbytes = self._held[unit] = sum(each.live_bytes for each in weights)
+            self.live, self.live_bytes = self.live + self.sizes[unit], self.live_bytes + nbytes
             self.peak, self.peak_bytes = max(self.peak, self.live), max(self.peak_bytes, self.live_bytes)
             self.number += 1
-        return [weights.gather() for weights in self._weights[unit]]
+        return works
 
     def use(self, units: Iterable[int]) -> None:
         """Return (CUDA: let the stream go on) when these units are gathered; gather those that are not."""
@@ -232,14 +248,13 @@ class Units:
     def release(self, unit: int) -> None:
         """Release a unit, unless it is released, or was gathered by GatheredParameters."""
         if unit in self._held:
-            self._held.remove(unit)
-            self.live, self.live_bytes = self.live - self.sizes[unit], self.live_bytes - self._nbytes[unit]
+            self.live, self.live_bytes = self.live - self.sizes[unit], self.live_bytes - self._held.pop(unit)
             for weights in self._weights[unit]:
                 weights.release()
 
     def keep_only(self, units: Collection[int]) -> None:
         """Release all other units."""
-        for unit in self._held.difference(units):
+        for unit in self._held.keys() - units:
             self.release(unit)
 
     def release_all(self) -> None:
@@ -255,7 +270,7 @@ class Units:
                 module.register_load_state_dict_pre_hook(partial(self._check_gathered, units, _WRITES))
 
     def _check_gathered(self, units: Sequence[int], what: str, *_: object) -> None:
-        if any(w.state is WeightState.SHARDED for unit in units for w in self._weights[unit]):
+        if any(w.state is not WeightState.GATHERED for unit in units for w in self._weights[unit]):
             raise ExecutionError(what)
 
 
@@ -293,7 +308,7 @@ def read_into(target: Tensor, parameter: Tensor, start: int) -> None:
         target.copy_(read(start, start + target.numel()))
         return
     if (found := weights_of(parameter)) is not None:
-        found.gather()
+        found.gather_whole()
         found.wait()
     target.copy_(parameter.detach().reshape(-1)[start : start + target.numel()])
     if found is not None:
@@ -343,8 +358,8 @@ class GatheredParameters:
     def __enter__(self) -> None:
         own = dict.fromkeys(weights for p in self._parameters if (weights := weights_of(p)) is not None)
         self._gathered = [weights for weights in own if weights.state is WeightState.SHARDED]
-        for weights in self._gathered:
-            weights.gather()
+        for weights in own:
+            weights.gather_whole()
         for weights in own:
             weights.wait()
         self._versions = {p: p._version for p in self._parameters}

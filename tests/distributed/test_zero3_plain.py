@@ -55,10 +55,22 @@ class Borrowing(nn.Module):
         super().__init__()
         self.lender, self.other, self.declared = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.borrower = Borrower(self.lender, self.declared)
-        self.lister = Lister(self.other)
+        self.lister, self.head = Lister(self.other), Head()
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.lister(self.borrower(self.lender(x))) + self.other(x)).square().mean()
+        return self.head(self.lister(self.borrower(self.lender(x))) + self.other(x)).square().mean()
+
+
+class Head(nn.Module):
+    """Has its linear's bias, and returns the very tensor that the linear returns, as BERT's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.bias = self.linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
 
 
 class Borrower(nn.Module):
@@ -183,6 +195,46 @@ def test_parameters_of_other_modules_are_gathered_from_lists_and_where_they_are_
     wanted = on_one_process(borrowing(), 3, lent, 2)
     for found, *_ in run_ranks(2, train_borrowing):
         compare(found, wanted)
+
+
+class PassingBlock(Block):
+    def forward(self, x: Tensor, made: Tensor | None) -> tuple[Tensor, Tensor]:
+        made = self.first(x).tanh() if made is None else made
+        return x + self.second(self.first(x).tanh() + made), made
+
+
+class Passing(nn.Module):
+    """Its blocks pass on what the first one makes, whose gradient comes when theirs are done, as T5's position bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(PassingBlock() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = None
+        for block in self.blocks:
+            x, made = block(x, made)
+        return x.square().mean()
+
+
+def passing() -> nn.Module:
+    torch.manual_seed(2)
+    return Passing()
+
+
+def train_passing() -> Any:
+    engine = make(passing())
+    for step in range(3):
+        engine.backward(lent(engine, step, engine.global_rank))
+        engine.step()
+    return whole_weights(engine), engine.update.units.number
+
+
+def test_a_tensor_that_blocks_pass_on_gathers_none_of_them_again(run_ranks):
+    wanted = on_one_process(passing(), 3, lent, 2)
+    for found, gathers in run_ranks(2, train_passing):
+        compare(found, wanted)
+        assert gathers == 3 * 2 * 3
 
 
 # --- Hugging Face's models, as they are

@@ -6,7 +6,21 @@ import pytest
 import torch
 from reference import distance
 
-from parallel3d.kernels.fp8 import E4M3, E5M2, cast, multiply, multiply_into, multiply_ref, round_on_gpu, round_ref
+from parallel3d.kernels.fp8 import (
+    E4M3,
+    E5M2,
+    Scaled,
+    cast,
+    largest_of,
+    multiply,
+    multiply_into,
+    multiply_ref,
+    round_into,
+    round_on_gpu,
+    round_ref,
+    scale_of,
+    transpose,
+)
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="needs tensor cores for fp8"
@@ -54,6 +68,24 @@ def test_casts_in_one_pass_are_those_of_the_operators(dtype: torch.dtype, shape:
             own, right = (scaled.values.cpu().float().nan_to_num(7.0) for scaled in (got, wanted))
             assert torch.equal(own, right)
             assert torch.equal(got.inverse_scale.cpu(), wanted.inverse_scale.cpu())
+
+
+@pytest.mark.parametrize("cut", [32, 4096 + 96, 250 * 400 - 32])
+def test_parts_of_a_weight_are_rounded_as_the_whole(cut: int):
+    """And transposed later, to the bit. cut: where the shard of one rank ends."""
+    weight = torch.randn(250, 400, device="cuda", dtype=torch.bfloat16) ** 5
+    shards = weight.view(-1).split([cut, weight.numel() - cut])
+    amax = largest_of([*shards, weight.new_empty(0)])
+    assert torch.equal(amax[:2].max(), weight.abs().max().float())
+    assert amax[2] == 0
+    scale, values = scale_of(amax.max(), E4M3), torch.empty_like(weight, dtype=E4M3)
+    for out, shard in zip(values.view(-1).split([cut, weight.numel() - cut]), shards, strict=True):
+        round_into(out, shard, scale)
+    straight, transposed = cast(weight, E4M3, rowwise=False)
+    for got, wanted in zip(
+        (Scaled(values, scale), transpose(Scaled(values, scale))), (straight, transposed), strict=True
+    ):
+        assert torch.equal(got.values.view(torch.uint8), wanted.values.view(torch.uint8))
 
 
 @pytest.mark.parametrize("adds", [False, True])
