@@ -143,8 +143,11 @@ class LayerSplitter:
         if first:
             what = f"recomputation for {budget / 2**30:.4g} GiB:\n{describe_choice(choice, *where)}"
             (logger.info if max(choice.held) <= budget else logger.warning)("%s", what)
-        chosen = {str(k): policy for k, policy in enumerate(choice.policies) if policy != "none"}
-        return ReadOnlyMapping(chosen | {"default": "none"}), choice.plan and choice.plan.measured
+        chosen: dict[str, RecomputationPolicy] = {
+            str(k): policy for k, policy in enumerate(choice.policies) if policy != "none"
+        }
+        measured = None if choice.plan is None else choice.plan.measured
+        return ReadOnlyMapping(chosen | {"default": "none"}), measured
 
     def _costs(self) -> list[float]:
         method = self._settings.partition_method
