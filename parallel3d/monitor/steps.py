@@ -109,7 +109,7 @@ class StepRecorder:
                 tuple(Span(self._stage, i, next(times), next(times)) for i, _, _ in rows) for rows in marks.values()
             ]
             launched = tuple(t + offset for t in self._launched)
-            self._record = StepRecord(begin, reduced, end, *spans, launched=launched)
+            self._record = StepRecord(begin, reduced, end, **dict(zip(marks, spans, strict=True)), launched=launched)
             self._marks.clear()
         return self._record
 
