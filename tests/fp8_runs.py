@@ -14,7 +14,7 @@ from parallel3d.comm.log import LOG
 from parallel3d.pipe import LayerSpec, PipelineModule
 from parallel3d.zero import GatheredParameters
 
-WIDTH, SAMPLES, STEPS = 32, 4, 3
+WIDTH, SAMPLES, STEPS = 32, 4, 2
 LINEARS = 2 * WIDTH * 4 * WIDTH  # elements of the two weights of a Block
 
 
