@@ -30,8 +30,8 @@ class _Slot:
         self.value: Tensor | None = None
 
 
-class _Done(BaseException):
-    """Ends a recomputation when all is there that is needed. Not an Exception, which the region's code might catch."""
+class _Done(Exception):
+    """Ends a recomputation when all is there that is needed. An Exception: torch calls hooks of modules for these alone."""
 
 
 class _Inputs(torch.autograd.Function):
