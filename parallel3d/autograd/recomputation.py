@@ -22,6 +22,7 @@ from parallel3d.comm.clock import Clock, clock_of
 from parallel3d.comm.transfers import Copy, Transfers
 from parallel3d.config import SELECTIVE, ActivationCheckpointingConfig, RecomputationPolicy
 from parallel3d.errors import ExecutionError
+from parallel3d.rng import OWN_STREAMS
 
 # Marks kept before they are read: with `profile`, if `times` is never called, the host waits once per this number of regions.
 _MOST_MARKS = 4096
@@ -50,7 +51,7 @@ class Checkpointer:
     CPU and of the GPUs in use, are restored for the recomputation, and so is autocast. With `cpu_checkpointing` the
     arguments wait in pinned host memory. transfers: copies to and from the host.
 
-    A CUDA graph can't restore a random state: a recomputation that is captured raises where the function draws.
+    A CUDA graph can't restore a random state: where one is captured, a function that draws random numbers is an error.
     """
 
     def __init__(
@@ -102,11 +103,12 @@ class Checkpointer:
                     # Not through checkpoint: that of PyTorch 2.11 would keep its hooks on all tensors saved from then on.
                     failed.append(error)
 
-        if restores and torch.cuda.is_initialized() and not torch.compiler.is_compiling():
-            if torch.cuda.is_current_stream_capturing():
-                restores, again = False, _without_draws
-            # torch restores the random state of the GPUs that arguments lie on: the current one's always.
-            leaves.append(torch.empty(0, device="cuda"))
+        if restores and not torch.compiler.is_compiling():
+            if OWN_STREAMS.capture is not None:
+                restores, again = False, OWN_STREAMS.capture.without_draws
+            elif torch.cuda.is_initialized():
+                # torch restores the random state of the GPUs that arguments lie on: the current one's always.
+                leaves.append(torch.empty(0, device="cuda"))
         with self._offload.region(leaves) if self._offload is not None else nullcontext():
             options["preserve_rng_state"] = restores
             output = torch.utils.checkpoint.checkpoint(region, *leaves, use_reentrant=False, **options)
@@ -157,18 +159,6 @@ class Checkpointer:
         self._read_marks()
         times, self._times = self._times, RecomputationTimes()
         return times
-
-
-@contextmanager
-def _without_draws() -> Iterator[None]:
-    """Let CUDA random numbers raise in this context, which is captured: those of a state that is of no graph do."""
-    generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    state = generator.graphsafe_get_state()
-    generator.graphsafe_set_state(generator.clone_state())
-    try:
-        yield
-    finally:
-        generator.graphsafe_set_state(state)
 
 
 class _Region:
