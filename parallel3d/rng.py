@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy
 import torch
@@ -117,6 +117,16 @@ class RandomStreams:
         return _forked(self._device)
 
 
+class Capture(Protocol):
+    """Random streams while a CUDA graph is captured, in which no generator can be seeded, nor its state be restored."""
+
+    def begin_own(self, number: int, index: int) -> Callable[[], object]:
+        """Draw from the layer's stream with this number for shard `index`, until the result is called."""
+
+    def without_draws(self) -> AbstractContextManager[None]:
+        """Raise for random numbers that are drawn in this context, by the first replay at the latest."""
+
+
 class OwnStreams:
     """Streams that this rank's shards draw from in the layer that runs. One a process, as torch's default generators.
 
@@ -125,15 +135,17 @@ class OwnStreams:
 
     def __init__(self) -> None:
         self.most = self._number = 0
-        self._capture: Callable[[int, int], Callable[[], object]] | None = None
+        self._capture: Capture | None = None
+
+    @property
+    def capture(self) -> Capture | None:
+        """The capture under way."""
+        return self._capture
 
     @contextmanager
-    def captured(self, begin: Callable[[int, int], Callable[[], object]]) -> Iterator[None]:
-        """Let `begin` begin the streams in this context, a capture of a CUDA graph, in which no generator can be seeded.
-
-        It gets the number of the stream in its layer and the index of the shard, and returns what ends the stream.
-        """
-        self._capture = begin
+    def captured(self, capture: Capture) -> Iterator[None]:
+        """Let a capture begin the streams in this context."""
+        self._capture = capture
         try:
             yield
         finally:
@@ -148,7 +160,7 @@ class OwnStreams:
         number = self._number
         self._number = number + 1
         if self._capture is not None:
-            return self._capture(number, index)
+            return self._capture.begin_own(number, index)
         self.most = max(self.most, self._number)
         seed = own_seed(index)
         states = [(generator, generator.get_state()) for generator in _generators(device)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -12,8 +12,9 @@ import torch.nn.functional as F
 import toy
 from layouts import CLIPPING, TORCH_SEED, Run, make_engine, own_iterator, run_steps
 from taped_graphs import TapedGraphs
-from torch import Tensor
+from torch import Tensor, nn
 
+import parallel3d
 from parallel3d.engine import step
 from parallel3d.models import DecoderConfig, causal_lm_loss, decoder
 from parallel3d.pipe.graphed_executor import GraphedExecutor
@@ -31,10 +32,15 @@ def counted(output: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return (each * even).sum(), even.sum()
 
 
+def stand_in() -> AbstractContextManager[Any]:
+    """Put the stand-in of CUDA graphs in their place, on the CPU."""
+    return nullcontext() if torch.cuda.is_available() else mock.patch.object(step, "CudaGraphs", TapedGraphs)
+
+
 def make(*args: Any, **config: Any) -> Any:
-    """An engine of layouts.make_engine, on the CPU with the stand-in for CUDA graphs."""
+    """An engine of layouts.make_engine."""
     torch.manual_seed(TORCH_SEED)
-    with nullcontext() if torch.cuda.is_available() else mock.patch.object(step, "CudaGraphs", TapedGraphs):
+    with stand_in():
         return make_engine(*args, accumulation=ACCUMULATION, clipping=CLIPPING, **config)
 
 
@@ -87,6 +93,37 @@ def train_sliced(sequence_parallel: bool, pipeline: dict[str, Any], config: dict
         return ids, ids
 
     return run(engine, micro_batch)
+
+
+class Blocks(nn.Module):
+    """A plain module, of which the engine recomputes the blocks."""
+
+    def __init__(self, dropout: float):
+        super().__init__()
+        layers = [[nn.Linear(64, 64), nn.GELU(), nn.Dropout(dropout), nn.Linear(64, 64)] for _ in range(3)]
+        self.blocks = nn.ModuleList(nn.Sequential(*block) for block in layers)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return F.mse_loss(x, y)
+
+
+def train_plain(dropout: float, config: dict[str, Any]) -> list[Tensor]:
+    """Losses and weights of five steps."""
+    torch.manual_seed(3)
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "optimizer": {"type": "AdamW"},
+        "activation_checkpointing": {"policy": "full"},
+        "steps_per_print": None,
+        **config,
+    }
+    with stand_in():
+        engine, *_ = parallel3d.initialize(model=Blocks(dropout), config=config)
+    batches = iter([tuple(torch.randn(2, 8, 64)) for _ in range(5)])
+    losses = [engine.train_batch(batches) for _ in range(5)]
+    return [tensor.detach().cpu() for tensor in (*losses, *engine.module.parameters())]
 
 
 def check(graphed: list[Result], plain: list[Result]) -> None:

@@ -15,6 +15,7 @@ from torch.autograd import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from parallel3d.errors import ExecutionError
 from parallel3d.rng import OWN_STREAMS
 
 
@@ -99,6 +100,7 @@ class TapedGraphs:
 
     def __init__(self, device: torch.device):
         self._seeds: dict[int, int] = {}
+        self._strays: list[bool] = []
 
     def release(self) -> None:
         """Give back memory."""
@@ -110,7 +112,7 @@ class TapedGraphs:
     def capture(self, layers: Sequence[int]) -> Iterator[Tape]:
         """Record what the block runs."""
         self._tape, self._host = Tape(), torch.get_rng_state()
-        with self._tape, OWN_STREAMS.captured(self._begin_own):
+        with self._tape, OWN_STREAMS.captured(self):
             yield self._tape
         self._tape.undo()
         torch.set_rng_state(self._host)
@@ -119,10 +121,20 @@ class TapedGraphs:
         """Begin a layer's stream."""
         self._tape.call(lambda: torch.manual_seed(self._seeds[layer]) and None)
 
-    def _begin_own(self, number: int, index: int) -> Callable[[], None]:
+    def begin_own(self, number: int, index: int) -> Callable[[], None]:
         ends: list[Callable[[], object]] = []
         self._tape.call(lambda: ends.append(OWN_STREAMS.begin(index, torch.device("cpu"))))
         return lambda: self._tape.call(lambda: ends.pop()())
+
+    @contextmanager
+    def without_draws(self) -> Iterator[None]:
+        """Let `drew` raise if the state changes in a replay."""
+        states: list[Tensor] = []
+        self._tape.call(lambda: states.append(torch.get_rng_state()))
+        try:
+            yield
+        finally:
+            self._tape.call(lambda: self._strays.append(not torch.equal(states.pop(), torch.get_rng_state())))
 
     def seed(self, layer: int) -> None:
         """Seed a layer's stream for the next replay."""
@@ -130,4 +142,6 @@ class TapedGraphs:
 
     def drew(self, layers: Sequence[int]) -> Sequence[int]:
         """Return all layers."""
+        if any(self._strays):
+            raise ExecutionError("random numbers are drawn again in a recomputation within a layer")
         return layers

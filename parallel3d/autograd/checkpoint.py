@@ -43,28 +43,12 @@ class _Inputs(torch.autograd.Function):
         return anchor.detach()
 
 
-@contextmanager
-def _without_draws() -> Iterator[None]:
-    """Let CUDA random numbers raise in this context, which is captured: those of a state that is of no graph do."""
-    generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    state = generator.graphsafe_get_state()
-    generator.graphsafe_set_state(generator.clone_state())
-    try:
-        yield
-    finally:
-        generator.graphsafe_set_state(state)
-
-
 class _Settings:
-    """Random states, autocast and the default device, as they are at its creation.
+    """Autocast and the default device, as they are at its creation, and random states if they are to be restored."""
 
-    random: whether random states are restored. A CUDA graph can't do that: drawing raises in a recomputation that is captured.
-    """
-
-    def __init__(self, random: bool) -> None:
+    def __init__(self, restores_random: bool) -> None:
         self._cuda = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        self._refuses = random and self._cuda is not None and torch.cuda.is_current_stream_capturing()
-        self._states = self._random_states() if random and not self._refuses else None
+        self._states = self._random_states() if restores_random else None
         self._autocast = self._autocasts()
         self._device = torch.get_default_device()
 
@@ -84,9 +68,7 @@ class _Settings:
     def restored(self) -> Iterator[None]:
         """Restore them for the block, and after it those from before."""
         with ExitStack() as stack:
-            if self._refuses:
-                stack.enter_context(_without_draws())
-            elif self._states is not None:
+            if self._states is not None:
                 stack.callback(self._set_random, self._random_states())
                 self._set_random(self._states)
             if self._autocast != self._autocasts():
@@ -101,7 +83,7 @@ class _Region:
     """One call of a function. Slots are held by autograd's nodes, and hold the region."""
 
     def __init__(
-        self, function: Callable[..., Any], arguments: Sequence[Any], again: AbstractContextManager[Any], random: bool
+        self, function: Callable[..., Any], arguments: Sequence[Any], again: AbstractContextManager[Any], restores: bool
     ):
         self._function, self._again = function, again
         self._places = [k for k, argument in enumerate(arguments) if isinstance(argument, Tensor)]
@@ -109,7 +91,7 @@ class _Region:
         anchor = torch.empty(0, device="cpu", requires_grad=True)
         self._inputs: Tensor = _Inputs.apply(anchor, *(arguments[k] for k in self._places))
         self._slots: list[weakref.ref[_Slot]] = []
-        self._settings = _Settings(random)
+        self._settings = _Settings(restores)
 
     def pack(self, tensor: Tensor) -> _Slot:
         """Return what autograd holds in place of a tensor."""
@@ -164,8 +146,7 @@ def checkpoint(
     """Return function(*arguments), of which autograd holds the arguments alone; its backward runs the function again.
 
     - contexts: for the forward, and for the recomputation, which ends when all tensors that were saved are there again.
-    - restores: whether random states of the CPU and of the current GPU are restored for it. Autocast and the default device
-      are.
+    - restores: whether random states of the CPU and of the current GPU are restored for it, beside autocast and default device.
 
     Raises ExecutionError in the backward if it saves other tensors than the forward.
     """

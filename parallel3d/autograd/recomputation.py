@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from parallel3d.comm.clock import Clock, clock_of
 from parallel3d.comm.transfers import Copy, Transfers
 from parallel3d.config import SELECTIVE, ActivationCheckpointingConfig, RecomputationPolicy
 from parallel3d.errors import ExecutionError
+from parallel3d.rng import OWN_STREAMS
 
 # Marks kept before they are read: with `profile`, if `times` is never called, the host waits once per this number of regions.
 _MOST_MARKS = 4096
@@ -52,7 +53,7 @@ class Checkpointer:
     CPU and of the current GPU, are restored for the recomputation, and so is autocast. With `cpu_checkpointing` the
     arguments wait in pinned host memory. transfers: copies to and from the host.
 
-    A CUDA graph can't restore a random state: a recomputation that is captured raises where the function draws.
+    A CUDA graph can't restore a random state: where one is captured, a function that draws random numbers is an error.
     """
 
     def __init__(
@@ -87,12 +88,15 @@ class Checkpointer:
         leaves, tree = tree_flatten((args, kwargs))
         ran = False
         contexts = selective_contexts(policy == "cheap") if policy in SELECTIVE else None
+        again: Callable[[], AbstractContextManager[None]] = nullcontext
+        if restores and not torch.compiler.is_compiling() and OWN_STREAMS.capture is not None:
+            restores, again = False, OWN_STREAMS.capture.without_draws
 
         def region(*leaves: Any) -> Any:
             nonlocal ran
             recomputing, ran = ran, True
             positional, named = tree_unflatten(leaves, tree)
-            with self._boundary(recomputing):
+            with self._boundary(recomputing), again() if recomputing else nullcontext():
                 return function(*positional, **named)
 
         with self._offload.region(leaves) if self._offload is not None else nullcontext():

@@ -62,6 +62,8 @@ class CudaGraphs:
             raise ConfigError(f"compile.cuda_graphs needs a CUDA device, and this is {device}; {REMEDY}")
         self._device, self._pool = device, torch.cuda.graph_pool_handle()
         self._generator = torch.cuda.default_generators[device.index or 0]
+        self._no_stream = self._generator.clone_state()
+        self._no_stream.manual_seed(0)
         self._forget_streams()
         self._host_state = torch.get_rng_state()
         before, own = torch.cuda.current_stream(device), torch.cuda.Stream(device)
@@ -96,10 +98,9 @@ class CudaGraphs:
         gc.disable()  # a CUDA object that is freed now could break the capture
         # Only this thread's calls: NCCL's watchdog queries events at any time.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        # A state that is of no graph: numbers that are not drawn from the stream of a layer raise an error.
-        self._generator.graphsafe_set_state(spare)
         try:
-            with OWN_STREAMS.captured(self._begin_own):
+            # What is drawn outside of a layer's stream is found by `drew`; older versions of PyTorch don't capture it.
+            with OWN_STREAMS.captured(self), self.without_draws():
                 yield graph
             self._check_host()
         except BaseException:
@@ -123,13 +124,24 @@ class CudaGraphs:
         OWN_STREAMS.enter_layer()
         self._generator.graphsafe_set_state(self._states[layer][0])
 
-    def _begin_own(self, number: int, index: int) -> Callable[[], object]:
+    def begin_own(self, number: int, index: int) -> Callable[[], object]:
+        """Draw from the layer's stream with this number for shard `index` of a tensor, until the result is called."""
         before, states = self._generator.graphsafe_get_state(), self._states[self._layer]
         if number + 1 >= len(states):
             raise ExecutionError(f"a layer begins more random streams of its shards than in the steps before; {REMEDY}")
         self._own.setdefault(self._layer, {})[number] = index
         self._generator.graphsafe_set_state(states[number + 1])
         return partial(self._generator.graphsafe_set_state, before)
+
+    @contextmanager
+    def without_draws(self) -> Iterator[None]:
+        """Let `drew` raise if random numbers are drawn in this context."""
+        before = self._generator.graphsafe_get_state()
+        self._generator.graphsafe_set_state(self._no_stream)
+        try:
+            yield
+        finally:
+            self._generator.graphsafe_set_state(before)
 
     def _check_host(self) -> None:
         if not torch.equal(self._host_state, torch.get_rng_state()):
@@ -143,5 +155,14 @@ class CudaGraphs:
             own[number].manual_seed(own_seed(index))
 
     def drew(self, layers: Sequence[int]) -> list[int]:
-        """Return which of these layers the last replay drew for, since they were seeded."""
+        """Return which of these layers the last replay drew for, since they were seeded.
+
+        Raises ExecutionError if it drew outside of the streams of layers.
+        """
+        if self._no_stream.get_offset():
+            self._no_stream.manual_seed(0)
+            raise ExecutionError(
+                "random numbers are drawn again in a recomputation within a layer, or in a backward, which a graph can't "
+                f"repeat; {REMEDY}"
+            )
         return [layer for layer in layers if any(state.get_offset() for state in self._states[layer])]

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import toy
-from graphed_runs import ACCUMULATION, check, make, train, train_sliced
+from graphed_runs import ACCUMULATION, check, make, train, train_plain, train_sliced
 from layouts import BASE_SEED, Run, make_engine, make_optimizer, own_iterator, run_reference, run_steps
 from layouts import check as check_run
 from ranks import RankError
@@ -140,6 +140,14 @@ def test_schedule_auto_captures_where_the_host_is_the_limit(run_ranks, tmp_path:
 def test_schedule_auto_captures_nothing_where_graphs_of_the_compiler_break(run_ranks, tmp_path: Path):
     for _, waits, replays, graphs, _ in run_ranks(2, measure, str(tmp_path / "plan.json"), "reading"):
         assert (waits, replays, graphs) == (0.0, False, 0)
+
+
+def test_recomputed_blocks_of_a_plain_module_are_captured_unless_they_draw(run_ranks):
+    graphs = {"compile": {"cuda_graphs": True}}
+    ((graphed,), (plain,)) = (run_ranks(1, train_plain, 0.0, compiled) for compiled in (graphs, {}))
+    assert all(map(torch.equal, graphed, plain))
+    with pytest.raises(RankError, match=r"instruction B0@0: .*drawn again in a recomputation"):
+        run_ranks(1, train_plain, 0.1, graphs)
 
 
 def freeze_later(config: dict[str, Any]) -> list[Tensor]:
