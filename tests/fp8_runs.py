@@ -118,8 +118,6 @@ def train(blocks: Sequence[type[Block]], pipelined: bool, device: str, **config:
             losses.append(engine.eval()(*own[0]).item())
         engine.train()
     gathered = {nbytes for kind, nbytes, _ in LOG.seconds if kind == "all_gather"}
-    LOG.settings = None  # for what runs in this process later
-    LOG.seconds.clear()
     with GatheredParameters(model.parameters()):
         weights = {name: p.detach().float().cpu() for name, p in model.named_parameters()}
     return losses, weights, gathered
@@ -132,7 +130,11 @@ def compare(pipelined: bool, compiled: bool, device: str = "cpu") -> set[int]:
     for stage in (2, 3):
         zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
         compiling = {"enabled": compiled, "backend": "aot_eager" if device == "cpu" else "inductor"}
-        runs.append(train(blocks, pipelined, device, zero_optimization=zero, compile=compiling))
+        try:
+            runs.append(train(blocks, pipelined, device, zero_optimization=zero, compile=compiling))
+        finally:
+            LOG.settings = None  # for what runs in this process later
+            LOG.seconds.clear()
     (losses, weights, _), (own_losses, own_weights, gathered) = runs
     assert own_losses == losses
     assert len(set(losses)) == len(losses)

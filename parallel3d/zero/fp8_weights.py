@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel3d.comm.collectives import Work, all_gather_into
@@ -47,7 +48,9 @@ class Fp8Weights(ShardedWeights):
         """Gather in fp8 from now on, with these scales of the parameters, [parameters] in fp32; with None no longer."""
         self._round, self._scales = round_into, ()
         if scales is not None and not self._reads_whole:
-            self._scales, self._inverses = scales.unbind(), scales.reciprocal().unbind()
+            self._scales = scales.unbind()
+            # cuBLAS reads scales at addresses that 16 divides alone.
+            self._inverses = F.pad(scales.reciprocal().unsqueeze(1), (0, 3))[:, 0].unbind()
 
     def cast_of(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor] | None:
         """Return a parameter in fp8, and its inverse scale, []; None if it is not gathered in fp8."""
