@@ -217,14 +217,23 @@ def most_held(program: Program, memory: Memory) -> tuple[float, ...]:
 
 
 def _peak(instructions: Sequence[Instruction], memory: Memory) -> float:
-    needed, deferred = memory.needed, memory.deferred
+    needed, deferred, held = memory.needed, memory.deferred, memory.held
     changes = {
-        Op.FORWARD: needed,
-        Op.BACKWARD: [-n for n in needed],
+        Op.BACKWARD: [-h for h in held],
         Op.BACKWARD_INPUT: [d - n for d, n in zip(deferred, needed, strict=True)],
         Op.BACKWARD_WEIGHT: [-d for d in deferred],
     }
-    return max(accumulate(changes[i.op][i.chunk] for i in instructions), default=0.0)
+    # A forward reserves what its backward will need.
+    split = {(i.chunk, i.micro_batch) for i in instructions if i.op is Op.BACKWARD_INPUT}
+    return max(
+        accumulate(
+            (needed if (i.chunk, i.micro_batch) in split else held)[i.chunk]
+            if i.op is Op.FORWARD
+            else changes[i.op][i.chunk]
+            for i in instructions
+        ),
+        default=0.0,
+    )
 
 
 def first_plan(
