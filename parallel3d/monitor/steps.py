@@ -108,7 +108,8 @@ class StepRecorder:
             spans = [
                 tuple(Span(self._stage, i, next(times), next(times)) for i, _, _ in rows) for rows in marks.values()
             ]
-            self._record = StepRecord(begin, reduced, end, *spans, tuple(t + offset for t in self._launched))
+            launched = tuple(t + offset for t in self._launched)
+            self._record = StepRecord(begin, reduced, end, *spans, launched=launched)
             self._marks.clear()
         return self._record
 

@@ -176,7 +176,7 @@ def choose_with_program(
         weigh([policy] * len(options))
     most = min(num_micro_batches, max_in_flight * (max(placement) + 1))
     for number, defers in product(range(_NUMBERS), (False, True)):
-        in_flight = partial(_of_each, 1 + number / (_NUMBERS - 1) * (most - 1), defers)
+        in_flight: InFlight = partial(_of_each, 1 + number / (_NUMBERS - 1) * (most - 1), defers)
         weigh(choose(options, bounds, placement, state, in_flight, budget)[0])
     for choice in list(tried.values()):
         assert choice.plan is not None

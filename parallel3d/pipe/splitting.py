@@ -143,7 +143,7 @@ class LayerSplitter:
             what = f"recomputation for {budget / 2**30:.4g} GiB:\n{describe_choice(choice, *where)}"
             (logger.info if max(choice.held) <= budget else logger.warning)("%s", what)
         chosen = {str(k): policy for k, policy in enumerate(choice.policies) if policy != "none"}
-        return ReadOnlyMapping(chosen | {"default": "none"}), choice.plan and choice.plan.measured
+        return ReadOnlyMapping(chosen | {"default": "none"}), None if choice.plan is None else choice.plan.measured
 
     def _costs(self) -> list[float]:
         method = self._settings.partition_method
