@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, product
-from operator import add, itemgetter, le
+from operator import add, itemgetter, le, lt
 
 from pydantic import BaseModel, ConfigDict
 
@@ -16,7 +16,7 @@ from parallel3d.schedule.list_clock import SPLIT_OPS, Traffic
 from parallel3d.schedule.order import validate
 from parallel3d.schedule.search import Memory, search
 from parallel3d.schedule.timing import Cost, decoder_cost, simulate
-from parallel3d.schedule.traffic import fuse_backwards, hide_reductions
+from parallel3d.schedule.traffic import fuse_backwards, hide_reductions, whole_backwards
 
 
 class Measured(Memory, Traffic):
@@ -200,6 +200,13 @@ def _candidates(
     placement: tuple[int, ...], num_micro_batches: int, measured: Measured
 ) -> Iterator[tuple[str, Program]]:
     yield "search", search("auto", placement, num_micro_batches, measured, measured.cost)
+    if any(map(lt, measured.held, measured.deferred)):
+        # With recomputation, a micro-batch whose backward is whole holds less.
+        none = (0.0,) * len(placement)
+        changes = {"deferred": none, "input_gradient": measured.backward, "weight_gradient": none}
+        whole = measured.model_copy(update=changes)
+        split = search("auto", placement, num_micro_batches, whole, whole.cost)
+        yield "search", whole_backwards(split, range(num_micro_batches))
     num_stages = max(placement) + 1
     num_chunks = len(placement) // num_stages
     for name, kind in product(("1f1b", "zb-h1", "zbv", "interleaved"), ("loop", "v")):

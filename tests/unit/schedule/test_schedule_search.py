@@ -132,6 +132,14 @@ def test_a_whole_backward_defers_nothing() -> None:
     assert most_held(split, memory) == (2.0 + 5.0, 3.0)
 
 
+def test_backwards_are_whole_where_deferring_would_leave_room_for_one_micro_batch() -> None:
+    measured = Measured.of((0, 1, 1, 0), decoder_cost, (1.0,) * 4, (4.0,) * 4, 1.5, (8.0, 8.0))
+    plan = make_plan((0, 1, 1, 0), 6, measured)
+    split = search("split", (0, 1, 1, 0), 6, measured, measured.cost)
+    assert plan.makespan < 0.8 * simulate(split, measured.cost).makespan
+    assert max(plan.held) <= 8.0
+
+
 def test_less_than_one_micro_batch_needs_is_refused() -> None:
     with pytest.raises(ScheduleError, match="stage 1 may hold 3, but one micro-batch on its chunks needs 5"):
         search("s", (0, 1, 1, 0), 2, Memory(held=(1, 2, 3, 4), deferred=(0,) * 4, limit=(9, 3)), decoder_cost)
