@@ -105,11 +105,11 @@ class StepRecorder:
             pairs = [mark for rows in marks.values() for _, begin, [end] in rows for mark in (begin, end)]
             times = iter([t + offset for t in self._clock.read([self._begin, self._reduced, self._end, *pairs])])
             begin, reduced, end = next(times), next(times), next(times)
-            spans = [
+            spans, waits, reductions, gathers = (
                 tuple(Span(self._stage, i, next(times), next(times)) for i, _, _ in rows) for rows in marks.values()
-            ]
+            )
             launched = tuple(t + offset for t in self._launched)
-            self._record = StepRecord(begin, reduced, end, **dict(zip(marks, spans, strict=True)), launched=launched)
+            self._record = StepRecord(begin, reduced, end, spans, waits, reductions, gathers, launched)
             self._marks.clear()
         return self._record
 

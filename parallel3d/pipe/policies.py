@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from math import ceil
 from operator import add
 
@@ -32,7 +32,7 @@ from parallel3d.schedule.memory import ChunkBytes, bytes_in_flight
 from parallel3d.specs import BuildContext, Layer
 
 _DEVICE = "H100"  # whose rates time layers. Only their ratios count.
-_STEPS, _HALVINGS = 8, 3  # between the numbers of micro-batches in flight that are tried
+_NUMBERS = 5  # of micro-batches in flight that are tried, from 1 to the most
 _SHARE = 0.9  # of a device's memory, without memory_budget: the rest is for what tensors don't take
 
 # (stage, bytes that a micro-batch holds on each chunk until its backward, and with deferred weight gradients) -> most bytes.
@@ -158,36 +158,35 @@ def choose_with_program(
 ) -> Choice:
     """Return the policies whose shortest program that fits is the shortest, as a simulation of it says.
 
-    Tried are each policy alone, and what costs the least for a number of micro-batches in flight: evenly spaced numbers, and
-    then those between the best one and its neighbours. For other arguments see `choose`.
+    Tried are each policy alone, and what costs the least for a number of micro-batches in flight, with and without deferred
+    weight gradients; then what costs the least for the programs of all these. For other arguments see `choose`.
 
     - max_in_flight: the most activations in flight, as a multiple of those of 1F1B on its first rank.
     """
     tried: dict[tuple[RecomputationPolicy, ...], Choice] = {}
 
-    def weigh(policies: Sequence[RecomputationPolicy]) -> tuple[bool, float]:
+    def weigh(policies: Sequence[RecomputationPolicy]) -> None:
         if tuple(policies) not in tried:
             chosen = [next((o for o in own if o.policy == p), own[0]) for own, p in zip(options, policies, strict=True)]
             tried[tuple(policies)] = with_plan(
                 chosen, bounds, placement, state, num_micro_batches, max_in_flight, budget
             )
-        return tried[tuple(policies)].rank(budget)
 
     for policy in dict.fromkeys(option.policy for own in options for option in own):
         weigh([policy] * len(options))
     most = min(num_micro_batches, max_in_flight * (max(placement) + 1))
-    step, found = (most - 1) / _STEPS, dict[float, tuple[bool, float]]()
-    numbers = [1 + k * step for k in range(_STEPS + 1)]
-    for _ in range(_HALVINGS + 1):
-        for number in numbers:
-            found[number] = weigh(choose(options, bounds, placement, state, partial(_of_each, number), budget)[0])
-        step, best = step / 2, min(found, key=lambda number: found[number])
-        numbers = [max(1.0, best - step), min(most, best + step)]
+    for number, defers in product(range(_NUMBERS), (False, True)):
+        in_flight: InFlight = partial(_of_each, 1 + number / (_NUMBERS - 1) * (most - 1), defers)
+        weigh(choose(options, bounds, placement, state, in_flight, budget)[0])
+    for choice in list(tried.values()):
+        assert choice.plan is not None
+        in_flight = in_flight_of(choice.plan.program(num_micro_batches))
+        weigh(choose(options, bounds, placement, state, in_flight, budget)[0])
     return min(tried.values(), key=lambda choice: choice.rank(budget))
 
 
-def _of_each(number: float, stage: int, saved: Mapping[int, int], deferred: Mapping[int, int]) -> int:
-    return ceil(number * sum(max(nbytes, deferred.get(c, 0)) for c, nbytes in saved.items()))
+def _of_each(number: float, defers: bool, _: int, saved: Mapping[int, int], deferred: Mapping[int, int]) -> int:
+    return ceil(number * sum(max(nbytes, defers * deferred.get(c, 0)) for c, nbytes in saved.items()))
 
 
 def with_plan(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, product
-from operator import add, itemgetter, le
+from operator import add, itemgetter, le, lt
 
 from pydantic import BaseModel, ConfigDict
 
@@ -16,7 +16,7 @@ from parallel3d.schedule.list_clock import SPLIT_OPS, Traffic
 from parallel3d.schedule.order import validate
 from parallel3d.schedule.search import Memory, search
 from parallel3d.schedule.timing import Cost, decoder_cost, simulate
-from parallel3d.schedule.traffic import fuse_backwards, hide_reductions
+from parallel3d.schedule.traffic import fuse_backwards, hide_reductions, whole_backwards
 
 
 class Measured(Memory, Traffic):
@@ -200,6 +200,13 @@ def _candidates(
     placement: tuple[int, ...], num_micro_batches: int, measured: Measured
 ) -> Iterator[tuple[str, Program]]:
     yield "search", search("auto", placement, num_micro_batches, measured, measured.cost)
+    if any(map(lt, measured.held, measured.deferred)):
+        # With recomputation, a micro-batch whose backward is whole holds less.
+        none = (0.0,) * len(placement)
+        changes = {"deferred": none, "input_gradient": measured.backward, "weight_gradient": none}
+        whole = measured.model_copy(update=changes)
+        split = search("auto", placement, num_micro_batches, whole, whole.cost)
+        yield "search", whole_backwards(split, range(num_micro_batches))
     num_stages = max(placement) + 1
     num_chunks = len(placement) // num_stages
     for name, kind in product(("1f1b", "zb-h1", "zbv", "interleaved"), ("loop", "v")):
@@ -217,14 +224,23 @@ def most_held(program: Program, memory: Memory) -> tuple[float, ...]:
 
 
 def _peak(instructions: Sequence[Instruction], memory: Memory) -> float:
-    needed, deferred = memory.needed, memory.deferred
+    needed, deferred, held = memory.needed, memory.deferred, memory.held
     changes = {
-        Op.FORWARD: needed,
-        Op.BACKWARD: [-n for n in needed],
+        Op.BACKWARD: [-h for h in held],
         Op.BACKWARD_INPUT: [d - n for d, n in zip(deferred, needed, strict=True)],
         Op.BACKWARD_WEIGHT: [-d for d in deferred],
     }
-    return max(accumulate(changes[i.op][i.chunk] for i in instructions), default=0.0)
+    # A forward reserves what its backward will need.
+    split = {(i.chunk, i.micro_batch) for i in instructions if i.op is Op.BACKWARD_INPUT}
+    return max(
+        accumulate(
+            (needed if (i.chunk, i.micro_batch) in split else held)[i.chunk]
+            if i.op is Op.FORWARD
+            else changes[i.op][i.chunk]
+            for i in instructions
+        ),
+        default=0.0,
+    )
 
 
 def first_plan(

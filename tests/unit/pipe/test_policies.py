@@ -61,17 +61,19 @@ def test_the_choice_fits_at_the_least_cost(schedule: str):
     assert max(held) <= min(max(needs(chosen)) for chosen in uniform)
 
 
-def test_policies_and_program_are_chosen_together():
-    """No assignment of policies has a program that fits and is shorter by 1%, by trying all; single policies are longer."""
-    placement, bounds, state = placement_of("v", 2, 2), [0, 1, 2, 3, 5], [100] * 5
+@pytest.mark.parametrize(("schedule", "bounds", "budget"), [("1f1b", [0, 2, 5], 1792), ("zbv", [0, 1, 2, 3, 5], 2169)])
+def test_policies_and_program_are_chosen_together(schedule: str, bounds: list[int], budget: int):
+    """No assignment of policies has a program that fits and is shorter by 1%, by trying all; a single policy's is longer."""
+    stages, chunks, kind = PLACES[schedule]
     # Seconds of a forward, an input gradient and a weight gradient; the second repeats what is recomputed.
     block = [replace(BLOCK[k], times=(3.2, 4.0 + BLOCK[k].seconds, 2.4)) for k in (0, 1, 3)]
     options = [block] * 4 + [[replace(HEAD[0], times=(0.8, 1.0, 0.7))]]
-    arguments = bounds, placement, state, 6, 1.5
-    every = [with_plan(chosen, *arguments, 2455) for chosen in product(*options)]
-    choice = choose_with_program(options, *arguments, 2455)
+    arguments = bounds, placement_of(kind, stages, chunks), [100] * 5, 6, 1.5, budget
+    every = [with_plan(chosen, *arguments) for chosen in product(*options)]
+    choice = choose_with_program(options, *arguments)
     assert choice in every
-    assert choice.rank(2455) <= (False, 1.01 * min(c.rank(2455) for c in every)[1])
-    assert choice.rank(2455) < (False, 0.8 * min(c.rank(2455) for c in every if len({*c.policies[:4]}) == 1)[1])
-    tight = [with_plan(chosen, *arguments, 0.0) for chosen in product(*options)]
-    assert max(choose_with_program(options, *arguments, 0.0).held) == min(max(c.held) for c in tight)
+    assert max(choice.held) <= budget
+    lengths = [(len(set(c.policies[:4])), c.plan.makespan) for c in every if c.plan and max(c.held) <= budget]
+    assert choice.plan is not None
+    assert choice.plan.makespan <= 1.01 * min(length for _, length in lengths)
+    assert choice.plan.makespan < 0.99 * min(length for number, length in lengths if number == 1)

@@ -125,6 +125,21 @@ def test_any_placement_times_and_bytes_within_each_ranks_limit(
     assert most_held(program, memory) == pytest.approx(peaks)
 
 
+def test_a_whole_backward_defers_nothing() -> None:
+    memory = Memory(held=(2.0, 3.0), deferred=(5.0, 1.0), limit=())
+    assert most_held(build("1f1b", 2, 4, 1, "loop"), memory) == (2 * 2.0, 3.0)  # two and one in flight
+    split = from_lists([["F0@0", "F1@0", "B0@0", "I1@0", "W1@0"], ["F0@1", "B0@1", "F1@1", "I1@1", "W1@1"]], (0, 1))
+    assert most_held(split, memory) == (2.0 + 5.0, 3.0)
+
+
+def test_backwards_are_whole_where_deferring_would_leave_room_for_one_micro_batch() -> None:
+    measured = Measured.of((0, 1, 1, 0), decoder_cost, (1.0,) * 4, (4.0,) * 4, 1.5, (8.0, 8.0))
+    plan = make_plan((0, 1, 1, 0), 6, measured)
+    split = search("split", (0, 1, 1, 0), 6, measured, measured.cost)
+    assert plan.makespan < 0.8 * simulate(split, measured.cost).makespan
+    assert max(plan.held) <= 8.0
+
+
 def test_less_than_one_micro_batch_needs_is_refused() -> None:
     with pytest.raises(ScheduleError, match="stage 1 may hold 3, but one micro-batch on its chunks needs 5"):
         search("s", (0, 1, 1, 0), 2, Memory(held=(1, 2, 3, 4), deferred=(0,) * 4, limit=(9, 3)), decoder_cost)
