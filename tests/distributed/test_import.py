@@ -181,6 +181,9 @@ def test_zero_to_fp32_gives_masters_of_both(trained: Path, tmp_path: Path):
             place / "zero2-bf16", output, 100, safe_serialization=True
         )
         assert (output / "model.safetensors.index.json").is_file()
+    again = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(trained / "zero2-bf16-trained")  # an engine saved it
+    assert again.keys() == found.keys()
+    assert torch.equal(again["tied.weight"], again["first.weight"])
 
 
 def flattened(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

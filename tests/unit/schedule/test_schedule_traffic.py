@@ -178,6 +178,21 @@ def test_a_chunk_completed_early_reduces_beside_the_other_one() -> None:
     assert max(s.end for s in spans.values() if s.instruction.op is not Op.REDUCE_GRADS) == 12
 
 
+def test_chunks_are_completed_one_after_the_other() -> None:
+    """Of 72 of compute the weight gradients are the last 24: complete at 56, 64 and 72, and reduced 6 later each."""
+    ones = (1.0,) * 3
+    m = one_rank(6.0).model_copy(
+        update={"reductions": ((6.0,),) * 3, "backward": (2.0,) * 3, "held": ones, "deferred": ones}
+    )
+    m = m.model_copy(update=dict.fromkeys(("forward", "input_gradient", "weight_gradient"), ones))
+    batches = range(8)
+    passes = [
+        f"{op}{k}@{c}" for op, chunks in (("F", "012"), ("I", "210"), ("W", "012")) for k in batches for c in chunks
+    ]
+    order = hide_reductions(from_lists([passes], (0, 0, 0)), m.cost, m, lambda rank, instructions: True)
+    assert simulate(m.with_traffic(order), m.cost).makespan == 78
+
+
 def test_a_plan_says_how_much_is_exposed() -> None:
     """Nothing avoids that a rank has the last chunk's gradients to reduce when its last backward is through."""
     for traffic in (0.0, 1.0, 3.0):
