@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from math import ceil
@@ -23,12 +23,20 @@ from parallel3d.optim.optimizers import empty_optimizer
 from parallel3d.optim.precision import make_precision
 from parallel3d.parameters import ParameterInfo
 from parallel3d.partition import MEASURED, Partition, StageLimit, resolve_partition
-from parallel3d.pipe.policies import InFlight, budget_of, choose, describe_choice, options_of, trace_policies
+from parallel3d.pipe.policies import (
+    InFlight,
+    ProgramBytes,
+    budget_of,
+    choose,
+    describe_choice,
+    options_of,
+    trace_policies,
+)
 from parallel3d.pipe.settings import BuildSettings, Policies, policy_rule
 from parallel3d.rng import generator_states, set_generator_states
 from parallel3d.schedule.builders import build, placement_of
 from parallel3d.schedule.instructions import Instruction, Op
-from parallel3d.schedule.memory import ChunkBytes, bytes_in_flight, most_in_flight
+from parallel3d.schedule.memory import most_in_flight
 from parallel3d.schedule.search import Memory, search
 from parallel3d.schedule.timing import decoder_cost, simulate
 from parallel3d.schedule.zero_bubble import DEFAULT_MAX_IN_FLIGHT
@@ -131,12 +139,7 @@ class LayerSplitter:
                 counts[c] * max(nbytes, deferred.get(c, 0)) for c, nbytes in saved.items()
             )
         program = self._settings.program(given, self._num_micro_batches(config))
-
-        def held(stage: int, saved: Mapping[int, int], deferred: Mapping[int, int]) -> int:
-            chunks = {c: ChunkBytes(saved=nbytes, deferred=deferred.get(c, 0)) for c, nbytes in saved.items()}
-            return max(bytes_in_flight(program.instructions[stage], chunks))
-
-        return any(i.op is Op.BACKWARD_WEIGHT for own in program.instructions for i in own), held
+        return any(i.op is Op.BACKWARD_WEIGHT for own in program.instructions for i in own), ProgramBytes(program)
 
     def _costs(self) -> list[float]:
         method = self._settings.partition_method
