@@ -161,11 +161,8 @@ class ModelProfile:
             if not recompute:
                 self._profiles[key] = self._trace(slicing, micro_batch, None)
             else:
-                own = (
-                    policy
-                    if isinstance(policy, tuple)
-                    else [self._policy_of(k, policy) for k in range(len(self.specs))]
-                )
+                assert policy != "auto", "policies are chosen before layers have a profile"
+                own = policy if isinstance(policy, tuple) else self._policies_of(policy)
                 found = {p: self._under(p, slicing, micro_batch) for p in dict.fromkeys(own)}
                 self._profiles[key] = tuple(found[p][k] for k, p in enumerate(own))
         return self._profiles[key]
@@ -185,9 +182,10 @@ class ModelProfile:
         """Whether nothing of a layer is recomputed in any layout."""
         return self._given[k] == "none"
 
-    def _policy_of(self, k: int, policy: LayerPolicy | None) -> RecomputationPolicy:
-        given = self._given[k]
-        return given if given == "none" or (self._has_policies and policy is None) else policy or "full"
+    def _policies_of(self, policy: SelectivePolicy | None) -> tuple[RecomputationPolicy, ...]:
+        """Return each layer's policy where layers are recomputed. policy: of all that may be, else the configuration's."""
+        given = policy is None and self._has_policies
+        return tuple(own if own == "none" or given else policy or "full" for own in self._given)
 
     def _under(self, policy: RecomputationPolicy, slicing: _Slicing, micro_batch: int) -> Sequence[LayerProfile]:
         """Return the profile of each layer under one policy."""
