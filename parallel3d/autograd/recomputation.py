@@ -17,7 +17,8 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from parallel3d.autograd.selective import selective_contexts
+from parallel3d.autograd.checkpoint import checkpoint
+from parallel3d.autograd.selective import Contexts, selective_contexts
 from parallel3d.comm.clock import Clock, clock_of
 from parallel3d.comm.transfers import Copy, Transfers
 from parallel3d.config import SELECTIVE, ActivationCheckpointingConfig, RecomputationPolicy
@@ -25,6 +26,7 @@ from parallel3d.errors import ExecutionError
 
 # Marks kept before they are read: with `profile`, if `times` is never called, the host waits once per this number of regions.
 _MOST_MARKS = 4096
+_NO_CONTEXTS: Contexts = (nullcontext(), nullcontext())
 
 
 @dataclass
@@ -47,7 +49,7 @@ class Checkpointer:
     """Runs functions and holds only their arguments for the backward, which runs them again.
 
     Non-reentrant, on any device: arguments and results are any pytrees, with or without gradients. Random states, of the
-    CPU and of the GPUs in use, are restored for the recomputation, and so is autocast. With `cpu_checkpointing` the
+    CPU and of the current GPU, are restored for the recomputation, and so is autocast. With `cpu_checkpointing` the
     arguments wait in pinned host memory. transfers: copies to and from the host.
     """
 
@@ -78,32 +80,21 @@ class Checkpointer:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         leaves, tree = tree_flatten((args, kwargs))
-        num_leaves, ran = len(leaves), False
-        contexts = {"context_fn": selective_contexts(policy == "cheap")}
-        options: dict[str, Any] = contexts if policy in SELECTIVE else {}
-        failed: list[Exception] = []
+        ran = False
+        contexts = selective_contexts(policy == "cheap") if policy in SELECTIVE else None
 
         def region(*leaves: Any) -> Any:
             nonlocal ran
             recomputing, ran = ran, True
-            positional, named = tree_unflatten(leaves[:num_leaves], tree)
+            positional, named = tree_unflatten(leaves, tree)
             with self._boundary(recomputing):
-                try:
-                    return function(*positional, **named)
-                except Exception as error:
-                    if recomputing or torch.compiler.is_compiling():
-                        raise
-                    # Not through checkpoint: that of PyTorch 2.11 would keep its hooks on all tensors saved from then on.
-                    failed.append(error)
+                return function(*positional, **named)
 
-        if torch.cuda.is_initialized() and not torch.compiler.is_compiling():
-            # torch restores the random state of the GPUs that arguments lie on: the current one's always.
-            leaves.append(torch.empty(0, device="cuda"))
         with self._offload.region(leaves) if self._offload is not None else nullcontext():
-            output = torch.utils.checkpoint.checkpoint(region, *leaves, use_reentrant=False, **options)
-        if failed:
-            raise failed.pop()
-        return output
+            if torch.compiler.is_compiling():
+                options: dict[str, Any] = {"context_fn": contexts} if contexts is not None else {}
+                return torch.utils.checkpoint.checkpoint(region, *leaves, use_reentrant=False, **options)
+            return checkpoint(region, leaves, _NO_CONTEXTS if contexts is None else contexts())
 
     @contextmanager
     def _boundary(self, recomputing: bool) -> Iterator[None]:

@@ -24,6 +24,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from parallel3d.errors import ExecutionError
 
+# Of a region's forward, and of its recomputation.
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 _PRODUCTS = frozenset(
     "mm addmm bmm baddbmm addbmm mv addmv dot convolution _scaled_mm _grouped_mm _scaled_grouped_mm".split()
 )
@@ -65,11 +67,10 @@ class _Region:
             last.versions = _versions(last.results)
 
     def take(self, what: object) -> Any:
-        """Return the next results. Raises ExecutionError if something else computed them, or if they have changed."""
+        """Return the next results. Raises ExecutionError if something else computed them, nothing did, or they have changed."""
         if not self._kept:
             raise ExecutionError(
-                "a recomputed region has given its results to an earlier backward; run one backward, or set "
-                'activation_checkpointing.policy to "full"'
+                f"a region computes {what} in its recomputation alone; it must do the same as in its forward"
             )
         kept = self._kept.popleft()
         if kept.what != what:
@@ -96,7 +97,7 @@ class _Operators(TorchDispatchMode):
         self._counting: AbstractContextManager[None] = nullcontext()
 
     def __enter__(self) -> _Operators:
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # those of torch.utils.checkpoint
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # those of the region
         if not self._is_recomputing and hooks is not None:
             pack, unpack = hooks
             self._counting = torch.autograd.graph.saved_tensors_hooks(partial(self._count, pack), unpack)
@@ -148,19 +149,19 @@ def kept(what: str, compute: Callable[[], Sequence[Tensor]], saves: int) -> tupl
     return results
 
 
-def selective_contexts(keeps_attention: bool) -> Callable[[], tuple[AbstractContextManager[Any], ...]]:
+def selective_contexts(keeps_attention: bool) -> Callable[[], Contexts]:
     """Return `context_fn` of torch.utils.checkpoint.checkpoint: it makes contexts for a region's forward and recomputation."""
     # Asked here, not in the functions: PyTorch 2.11 calls them where torch.compiler.is_compiling() returns False again.
     make = _contexts_in_graph if torch.compiler.is_compiling() else _eager_contexts
     return partial(make, keeps_attention)
 
 
-def _contexts_in_graph(keeps_attention: bool) -> tuple[AbstractContextManager[Any], ...]:
-    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(partial(_choice_in_graph, keeps_attention))
+def _contexts_in_graph(keeps_attention: bool) -> Contexts:
+    contexts: Contexts = create_selective_checkpoint_contexts(partial(_choice_in_graph, keeps_attention))
     return contexts
 
 
-def _eager_contexts(keeps_attention: bool) -> tuple[AbstractContextManager[Any], ...]:
+def _eager_contexts(keeps_attention: bool) -> Contexts:
     region = _Region()
     return _Operators(region, keeps_attention, False), _Operators(region, keeps_attention, True)
 

@@ -114,14 +114,70 @@ def test_offloaded_inputs_give_bitwise_the_same_and_come_back_one_ahead():
     assert moves == ["out"] * 8 + first + ["wait", "back", "back", "wait"] * 2 + ["wait", "wait"]
 
 
-def test_a_graph_that_is_kept_is_offloaded_for_each_backward():
+def test_a_graph_that_is_kept_is_recomputed_once():
     linear, copies = nn.Linear(HIDDEN, HIDDEN), HostCopies()
     x = torch.ones(2, HIDDEN, requires_grad=True) * 2
     run = Checkpointer(ActivationCheckpointingConfig(cpu_checkpointing=True), transfers=copies)
     y = run(lambda x: linear(x).tanh(), x).sum()
     first, second = (torch.autograd.grad(y, linear.weight, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
-    assert [value for what, value in copies.log if what == "back"] == [2.0, 2.0]
+    assert [value for what, value in copies.log if what == "back"] == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        (
+            (torch.exp, lambda x: x.double().exp()),
+            r"\[2, 8\] of torch.float32 in its forward, but \[2, 8\] of torch.float64",
+        ),
+        ((torch.exp, torch.neg), "saved 1 tensors in its forward, but 0 in its recomputation"),
+    ],
+)
+def test_a_region_that_computes_something_else_the_second_time_is_refused(others: Any, message: str):
+    functions = iter(others)
+    y = Checkpointer()(lambda x: next(functions)(x), torch.ones(2, HIDDEN, requires_grad=True) * 2)
+    with pytest.raises(ExecutionError, match=message):
+        y.sum().backward()
+
+
+def test_regions_in_regions_give_the_gradients_of_plain_autograd():
+    run, calls = Checkpointer(), []
+
+    def inner(x: Tensor) -> Tensor:
+        calls.append("inner")
+        return F.dropout(x.sin()).exp()
+
+    def outer(wrap: Callable[..., Any], x: Tensor) -> Tensor:
+        return wrap(inner, wrap(inner, x).cos()).tanh()
+
+    results = []
+    for wrap in (plain, run):
+        torch.manual_seed(3)
+        x = torch.linspace(0, 1, HIDDEN, requires_grad=True)
+        y = wrap(outer, wrap, x * 1.5)
+        results.append((y.detach(), *torch.autograd.grad(y.square().sum(), x)))
+        calls.append("end")
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    # In the backward the outer region runs once, up to what it needs, and so does each inner one.
+    assert calls == ["inner"] * 2 + ["end"] + ["inner"] * 6 + ["end"]
+
+
+def test_autocast_and_the_default_device_are_those_of_the_forward():
+    seen = []
+
+    def region(x: Tensor) -> Tensor:
+        made = torch.zeros(1)
+        seen.append((made.device.type, torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+        return (x * 2).exp()
+
+    x = torch.ones(3, requires_grad=True)
+    with torch.autocast("cpu", torch.float16), torch.device("meta"):
+        y = Checkpointer()(region, x * 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        y.sum().backward()
+        assert (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")) == (True, torch.bfloat16)
+    assert seen == [("meta", True, torch.float16)] * 2
 
 
 @pytest.mark.parametrize(("offloaded", "error"), [(False, RuntimeError), (True, ExecutionError)])
