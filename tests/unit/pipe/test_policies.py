@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from parallel3d.pipe.policies import Option, choose
+from parallel3d.pipe.policies import Option, ProgramBytes, choose
 from parallel3d.schedule.builders import build, placement_of
 from parallel3d.schedule.memory import ChunkBytes, bytes_in_flight
 
@@ -29,11 +29,13 @@ def test_the_choice_fits_at_the_least_cost(schedule: str):
     program, placement = build(schedule, stages, 4, chunks, kind), placement_of(kind, stages, chunks)
     options = [BLOCK] * 4 + [HEAD]
     bounds = [0, 2, 5] if chunks == 1 else [0, 1, 2, 3, 5]
-    state = [100] * 5
+    state, counted = [100] * 5, ProgramBytes(program)
 
     def in_flight(stage: int, saved: Mapping[int, int], deferred: Mapping[int, int]) -> int:
         held = {c: ChunkBytes(saved=nbytes, deferred=deferred.get(c, 0)) for c, nbytes in saved.items()}
-        return max(bytes_in_flight(program.instructions[stage], held))
+        most = max(bytes_in_flight(program.instructions[stage], held))
+        assert counted(stage, saved, deferred) == most
+        return most
 
     def needs(chosen: tuple[Option, ...]) -> list[int]:
         single = [[option] for option in chosen]
