@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -259,6 +260,9 @@ def remarks(result: PlanResult) -> Iterator[str]:
             yield f"{p.layout} takes {share:.0%} of a rank's memory: a little more than predicted, and it fails"
     if winner.units == "half":
         yield "half: config.json counts attention and feed-forward as layers; models.from_hf(..., config=config) builds them so"
+    if isinstance(winner.policy, tuple):
+        counts = ", ".join(f"{number} {policy}" for policy, number in Counter(winner.policy).items())
+        yield f"ckpt-auto: config.json gives each layer a policy of recomputation: {counts}"
 
 
 def explain(result: PlanResult, explained: PlanResult, console: Console) -> None:

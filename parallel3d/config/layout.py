@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import reprlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from parallel3d.config.pipeline import SCHEDULES, SELECTIVE, SelectivePolicy
+from parallel3d.config.pipeline import SCHEDULES, SELECTIVE, RecomputationPolicy, SelectivePolicy
 from parallel3d.errors import ConfigError, nearest
 
 # A word that ends in a number -> the field that it sets, and what it counts.
@@ -29,6 +30,7 @@ _FLAGS: dict[str, tuple[str, Any]] = {
     "sp": ("sequence_parallel", True),
     "half": ("units", "half"),
     "v": ("placement", "v"),
+    "ckpt-auto": ("policy", "auto"),
     **{name: ("policy", name) for name in SELECTIVE},
     **{name: ("schedule", name) for name in SCHEDULES},
 }
@@ -51,6 +53,8 @@ _KEYS = {
 _AXES = ("stages", "tensor_ranks", "sequence_parallel")  # an axis that no word names has 1 rank
 _Count = Annotated[int, Field(ge=1, lt=10**9)]
 _Number = Annotated[int, Field(ge=0, lt=10**9)]
+# What each layer recomputes: the same part of all, what the memory needs, or what was chosen for each layer.
+LayerPolicy = SelectivePolicy | Literal["auto"] | tuple[RecomputationPolicy, ...]
 
 
 class Layout(BaseModel):
@@ -60,7 +64,8 @@ class Layout(BaseModel):
     - chunks: number per stage; schedule: a name, or "written" for lists of instructions.
     - micro_batch: samples of a micro-batch; micro_batches: number in a step of each replica.
     - recompute: layers recomputed together, as pipeline.activation_checkpoint_interval.
-    - policy: "cheap" or "attention" if only a part of them is recomputed, as activation_checkpointing.policy.
+    - policy: "cheap" or "attention" if only a part of them is recomputed, "auto" if the memory decides, as
+      activation_checkpointing.policy; or what it has decided, by layer.
     - units: "half" where layers are half blocks, as the units of models.decoder; None for layers as they are given.
     """
 
@@ -78,7 +83,7 @@ class Layout(BaseModel):
     micro_batches: _Count = 1
     zero: _Number = 0
     recompute: _Number = 0
-    policy: SelectivePolicy | None = None
+    policy: LayerPolicy | None = None
     units: Literal["half"] | None = None
 
     @property
@@ -92,6 +97,11 @@ class Layout(BaseModel):
         return self.stages * self.tensor_ranks * self.replicas
 
     @property
+    def is_by_layer(self) -> bool:
+        """Whether each layer has a policy of its own."""
+        return self.policy == "auto" or isinstance(self.policy, tuple)
+
+    @property
     def text(self) -> str:
         """Words that parse_layout reads, the same for equal layouts; axes of 1 rank and usual values are left out."""
         axes = {"pp": self.stages, "dp": self.replicas, "tp": self.tensor_ranks}
@@ -102,7 +112,7 @@ class Layout(BaseModel):
         words += ["v"] * (self.placement == "v" and self.schedule != "zbv")
         words += [f"chunks{self.chunks}"] * (self.chunks != (2 if self.schedule in _TWO_CHUNKS else 1))
         words += [f"m{self.micro_batches}", f"mb{self.micro_batch}"]
-        words += [] if self.policy is None else [self.policy]
+        words += ["ckpt-auto"] if self.is_by_layer else [] if self.policy is None else [str(self.policy)]
         return ",".join(words + [f"ckpt{self.recompute}"] * (self.recompute != (self.policy is not None)))
 
 
@@ -202,7 +212,10 @@ def configuration(
     is_by_layer = layout.recompute > 0 and isinstance(recomputation.get("policy"), Mapping)
     complete = not isinstance(layout, PartialLayout)
     if layout.policy is not None or ("policy" in recomputation and complete and not is_by_layer):
-        config["activation_checkpointing"] = {**recomputation, "policy": layout.policy}
+        others = {
+            key: value for key, value in recomputation.items() if key != "memory_budget" or layout.policy == "auto"
+        }
+        config["activation_checkpointing"] = {**others, "policy": _policies(layout.policy)}
     if bounds is not None:
         config["pipeline"]["partition"] = list(bounds)
     if live is not None:
@@ -213,6 +226,14 @@ def configuration(
     elif each is True and layout.zero < 2 and "zero" in given:  # which these stages refuse
         config["zero_optimization"]["reduce_per_micro_batch"] = "auto"
     return config
+
+
+def _policies(policy: LayerPolicy | None) -> Any:
+    """Return the value of activation_checkpointing.policy; by layer the most frequent one as the default."""
+    if not isinstance(policy, tuple):
+        return policy
+    ((most, _),) = Counter(policy).most_common(1)
+    return {"default": most, **{str(k): own for k, own in enumerate(policy) if own != most}}
 
 
 def given_section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

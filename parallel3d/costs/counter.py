@@ -19,9 +19,12 @@ from parallel3d.errors import PartitionError
 _COLLECTIVES = {"c10d", "_c10d_functional"}  # namespaces of operators
 # Host time to start and await a collective, in operator calls: 0.27 ms where an operator takes 30 us.
 _CALLS_PER_COLLECTIVE = 9
+# Host time to replay a layer's forward or backward as a CUDA graph, in operator calls: 10 us.
+_REPLAY = 1 / 3
 _IS_DEVICE = torch.ops.prim.device.default  # FakeTensor.device
 # GEMMs into a given tensor of another dtype. Tensors without memory can do without; PyTorch 2.11 can't run the second.
 _GEMMS_INTO = [op.dtype_out for op in (torch.ops.aten.mm, torch.ops.aten.addmm) if "dtype_out" in op.overloads()]
+_GEMMS_INTO += [torch.ops.aten._scaled_mm.out]
 # The compiler recomputes them like element-wise operators.
 _COPIES = {"aten::_to_copy", "aten::clone"}
 
@@ -102,17 +105,18 @@ class OperatorCounter(TorchDispatchMode):
     - fuses: torch.compile runs the layers. All operators between matrix products, attention, collectives and this
       project's own kernels then count as one kernel, which reads each input from outside once and writes what outlives it;
       the rest is never in memory. At the end of a forward, `drop_recomputed` leaves out what the backward recomputes.
+    - in_graphs: layers run as CUDA graphs: the host replays one in place of calling operators.
 
     weights: storages of weights and of their gradients' accumulators, see Work; nbytes: live bytes; peak: the maximum of
     nbytes, with the workspace of operators; peak_with_others: the same with the tensors of `count_with_others`.
     """
 
-    def __init__(self, instead: str, fuses: bool = False):
+    def __init__(self, instead: str, fuses: bool = False, in_graphs: bool = False):
         super().__init__()
         self.weights: frozenset[int] = frozenset()
         self.nbytes = self.peak = 0
         self.peak_with_others = self._others = 0
-        self._instead, self._fuses = instead, fuses
+        self._instead, self._fuses, self._in_graphs = instead, fuses, in_graphs
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._counts: dict[str, Any] = defaultdict(float)  # fields of Work
         self._exchanges: list[Exchange] = []
@@ -156,7 +160,7 @@ class OperatorCounter(TorchDispatchMode):
             if self._fuses:
                 self._recomputable.read([t.untyped_storage() for t in read], self._pending)
         # Each tensor that a GEMM reads or writes; an accumulator is among them twice, since it is read and written.
-        for tensor in (*tensors_of(args), *written) if field == "gemm_flops" else ():
+        for tensor in (*tensors_of(args), *written) if field in ("gemm_flops", "fp8_flops") else ():
             self._counts["weights" if storage_of(tensor) in self.weights else "operands"] += bytes_of(tensor)
         self._register(read, written, joins)
         if joins:
@@ -271,6 +275,8 @@ class OperatorCounter(TorchDispatchMode):
         if self._parts:
             self._awaited = 0
             self._end_exchange()
+        if self._in_graphs and self._counts["operators"]:
+            self._counts["operators"] = _REPLAY
         work = Work(**self._counts, exchanges=tuple(self._exchanges))
         self._counts, self._exchanges = defaultdict(float), []
         return work

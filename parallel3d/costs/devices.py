@@ -23,6 +23,7 @@ class Device(Described):
     - peak_flops: dense bf16 FLOP/s of the data sheet, which MFU is relative to.
     - gemm_flops: FLOP/s of matrix products, as sustained in training, without the time that their operands and results take at
       memory_bandwidth; small or narrow products are slower by that.
+    - fp8_flops: the same of products in fp8; 0 for as many as gemm_flops.
     - attention_flops: FLOP/s of fused attention. Only the products that a causal kernel computes count, recomputation included.
     - memory_bandwidth: bytes a second, read and written, in an addition of long tensors.
     - kernel_seconds: further seconds of any kernel.
@@ -38,6 +39,7 @@ class Device(Described):
     memory: Bytes
     peak_flops: Flops
     gemm_flops: Flops
+    fp8_flops: Flops = 0.0
     attention_flops: Flops
     memory_bandwidth: Bandwidth
     kernel_seconds: Seconds
@@ -153,6 +155,7 @@ def compute_seconds(work: Work, device: Device, samples: int = 1) -> float:
     """
     growing = (
         work.gemm_flops / device.gemm_flops
+        + work.fp8_flops / (device.fp8_flops or device.gemm_flops)
         + work.attention_flops / device.attention_flops
         + work.operands / device.memory_bandwidth
         + work.moved / (_OF_BANDWIDTH * device.memory_bandwidth)

@@ -21,7 +21,7 @@ class LayerProfile:
     - whole, split: memory under schedules with whole backwards, and with split ones.
     - parameters, frozen: (name, parameter) as built, without memory.
     - early: names of the parameters whose gradients come with BACKWARD_INPUT, such as those of norms.
-    - buffers: bytes, as cast in training.
+    - buffers: bytes, as cast in training; casts: bytes of weights in fp8 and their transposes, kept for a step.
     - tables: bytes that its first forward allocates permanently, once for all equal layers.
     - tie: key of a TiedLayerSpec; tied_gradient: bytes of the gradient of tied weights that autograd holds until all layers
       of a chunk have added to it, 0 if there is none.
@@ -41,6 +41,7 @@ class LayerProfile:
     frozen: tuple[tuple[str, nn.Parameter], ...] = ()
     early: frozenset[str] = frozenset()
     buffers: int = 0
+    casts: int = 0
     tables: int = 0
     tie: str | None = None
     tied_gradient: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallel3d.autograd.fp8 import Fp8
 from parallel3d.autograd.recomputation import Checkpointer
+from parallel3d.autograd.sink import GradientSink
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.structures import TensorTree
 from parallel3d.config import ActivationCheckpointingConfig, Config, SelectivePolicy
@@ -24,6 +27,7 @@ from parallel3d.errors import PartitionError
 from parallel3d.fake_device import standing_for
 from parallel3d.optim.precision import Precision, make_precision
 from parallel3d.specs import BuildContext, Layer, LayerSpec, LossFunction, TiedLayerSpec, layer_name
+from parallel3d.tensor_parallel.fp8 import attach_fp8, fits_fp8, is_linear, patterns_of
 from parallel3d.zero.policy import ZeroPolicy, make_policy
 
 # Advice of errors, for layers that communicate by themselves.
@@ -37,6 +41,7 @@ class TracedModel:
     - loss_fn: as PipelineModule takes it.
     - sample: (inputs, labels) of one micro-batch.
     - device: type of the device on which it trains, "cpu" or "cuda".
+    - inner: kinds of layers that are neither the first nor the last of a model: those that may compute in fp8.
     - distinct: layers that were traced, none like another; losses: traces of the loss by all that they depend on, which
       sequence parallelism is no part of.
 
@@ -51,11 +56,13 @@ class TracedModel:
     distinct: list[Layer] = field(default_factory=list)
     _kinds: dict[int, tuple[int, Layer]] = field(default_factory=dict)
     losses: dict[Any, LayerProfile] = field(default_factory=dict)
+    inner: set[int] = field(default_factory=set)
 
     @cached_property
     def counter(self) -> OperatorCounter:
         """Counts operators and collectives of all traces."""
-        return OperatorCounter(INSTEAD, self.config.compile.enabled)
+        compiled = self.config.compile.enabled
+        return OperatorCounter(INSTEAD, compiled, compiled and self.config.cuda_graphs is True)
 
     def kind(self, layer: Layer) -> int:
         """Return the index of the distinct layer that costs the same as this one."""
@@ -90,6 +97,8 @@ class ModelTraces:
         self._context = BuildContext(groups, torch.device("cpu"), sequence_parallel, independent)
         on_meta = model.device == "cuda" and model.precision.autocast is None
         self._fakes = (MetaFakes if on_meta else Fakes)(self._context, INSTEAD)
+        given = model.config.fp8
+        self._fp8, self._stay = (Fp8(given) if given.enabled else None), patterns_of(given.filter)
         # Kind of layer, least_work of its backwards -> the layer as it is trained, and its tensors for its profile.
         self._modules: dict[tuple[int, int | None], tuple[TrainedLayer, dict[str, Any]]] = {}
         self._tables: dict[int, int] = {}
@@ -124,6 +133,7 @@ class ModelTraces:
             inputs, labels = _resized(self._fakes.place(self._model.sample), samples)
             x = TensorTree.of(self._model.precision.cast(inputs))
         profiles = []
+        self._model.inner.update(map(self._model.kind, layers[1:-1]))
         for k, layer in enumerate(layers):
             try:
                 profile, x = self._profile(layer, x, policy)
@@ -164,12 +174,27 @@ class ModelTraces:
             with fakes.mode, fakes.device:
                 accumulates = self._model.policy.accumulator_dtype
                 trains = attach_sink(module, fakes.device, precision.weights, accumulates, least_work)
+                if self._fp8 is not None and kind in self._model.inner and isinstance(module, nn.Module):
+                    tensors["casts"] = self._use_fp8(module, trains[0])
             trained = TrainedLayer(bind_forward(layer, module), precision, *trains)
             result = self._run(trained, x, splits, policy)
             self._modules[kind, least_work] = trained, tensors
             return result
 
         return fakes.first_that_works(layer, traced)
+
+    def _use_fp8(self, module: nn.Module, sink: GradientSink) -> int:
+        """Let the linears of an inner layer compute in fp8; return the bytes of their weights' casts, kept for a step."""
+        assert self._fp8 is not None
+        self._fp8.keep(self)
+        nbytes = 0
+        for name, linear in module.named_modules():
+            if is_linear(linear) and fits_fp8(linear) and not any(re.search(p, name) for p in self._stay):
+                attach_fp8(linear, self._fp8, sink)
+                weight = linear.get_parameter("weight")
+                self._fp8.layers[linear].cast_weight(weight, False)
+                nbytes += 2 * weight.numel()
+        return nbytes
 
     def _run(
         self, layer: TrainedLayer, x: TensorTree, splits: bool, policy: SelectivePolicy | None = None

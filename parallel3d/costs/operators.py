@@ -40,7 +40,9 @@ def cost_of(
     if name.startswith(_ATTENTION):
         return "attention_flops", _attention_flops(func, args, kwargs)
     if packet in flop_registry:
-        return "gemm_flops", float(flop_registry[packet](*args, **kwargs, out_val=out))
+        return "fp8_flops" if name == "_scaled_mm" else "gemm_flops", float(
+            flop_registry[packet](*args, **kwargs, out_val=out)
+        )
     return "moved", _bytes_moved(func, name, read, written)
 
 

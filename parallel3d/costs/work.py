@@ -25,7 +25,7 @@ class Collective:
 class Work:
     """Work of a device, and of the host that feeds it.
 
-    - gemm_flops: FLOPs of matrix products; attention_flops: FLOPs of fused attention.
+    - gemm_flops: FLOPs of matrix products but those in fp8, which are fp8_flops; attention_flops: FLOPs of fused attention.
     - moved: bytes that all other kernels read and write.
     - kernels: number of kernel launches.
     - operands: bytes that matrix products read and write, without those of weights and their gradients.
@@ -41,6 +41,7 @@ class Work:
     operands: float = 0.0
     weights: float = 0.0
     operators: float = 0.0
+    fp8_flops: float = 0.0
     exchanges: tuple[Exchange, ...] = ()
 
     def __add__(self, other: Work) -> Work:
@@ -54,7 +55,7 @@ class Work:
     @property
     def flops(self) -> float:
         """FLOPs of all matrix products, those of attention included."""
-        return self.gemm_flops + self.attention_flops
+        return self.gemm_flops + self.fp8_flops + self.attention_flops
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -62,7 +63,9 @@ class Work:
         return tuple(collective for exchange in self.exchanges for collective, _ in exchange)
 
 
-_NUMBERS = attrgetter("gemm_flops", "attention_flops", "moved", "kernels", "operands", "weights", "operators")
+_NUMBERS = attrgetter(
+    "gemm_flops", "attention_flops", "moved", "kernels", "operands", "weights", "operators", "fp8_flops"
+)
 
 
 # Collectives in flight, from the start of the first one until the last of them is waited for: each collective, one after the

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
-from parallel3d.autograd.fp8 import Fp8, Fp8Linear
+from parallel3d.autograd.fp8 import Fp8
 from parallel3d.autograd.sink import GradientSink
-from parallel3d.autograd.split_backward import is_split, make_splittable
 from parallel3d.comm.collectives import Group, all_gather_object
 from parallel3d.config import Fp8Config
 from parallel3d.config.section import LayerNames
@@ -21,7 +19,7 @@ from parallel3d.logs import logger
 from parallel3d.pipe.blocks import blocks_of
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.pipe.single_stage import SingleStageModule
-from parallel3d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from parallel3d.tensor_parallel.fp8 import attach_fp8, fits_fp8, is_linear, patterns_of
 
 # Ada's; Hopper's is 9.0.
 _LEAST_CAPABILITY = (8, 9)
@@ -47,7 +45,7 @@ def linears_of(model: PipelineModule) -> list[Named]:
     if isinstance(model, SingleStageModule):
         whole = model.layers["0"]
         inside = {m for block in blocks_of(whole) or [whole] for m in block.modules()}
-        return [(name, m) for name, m in whole.named_modules() if m in inside and _is_linear(m)]
+        return [(name, m) for name, m in whole.named_modules() if m in inside and is_linear(m)]
     return linears_between(model.calls.with_modules(), len(model.layer_names))
 
 
@@ -55,14 +53,7 @@ def linears_between(layers: Iterable[tuple[int, nn.Module]], num_layers: int) ->
     """Return the linears in the layers, given with their indices, but the first and the last of num_layers."""
     inner = {k: module for k, module in layers if 0 < k < num_layers - 1}
     named = ((f"layers.{k}.{name}".rstrip("."), m) for k, top in inner.items() for name, m in top.named_modules())
-    return [(name, m) for name, m in named if _is_linear(m)]
-
-
-def _is_linear(module: nn.Module) -> bool:
-    if type(module._parameters.get("weight")) is not nn.Parameter:  # parametrized
-        return False
-    plain = type(module).forward is nn.Linear.forward and ("forward" not in vars(module) or is_split(module))
-    return plain or type(module) in (ColumnParallelLinear, RowParallelLinear)
+    return [(name, m) for name, m in named if is_linear(m)]
 
 
 def use_fp8(linears: Sequence[Named], fp8: Fp8, sink: GradientSink, control: Group) -> None:
@@ -83,7 +74,7 @@ def use_fp8(linears: Sequence[Named], fp8: Fp8, sink: GradientSink, control: Gro
         )
     for name, linear in linears:
         if name in chosen:
-            _attach(linear, fp8, sink)
+            attach_fp8(linear, fp8, sink)
     if control.index == 0:
         left = {name for name, _ in linears} - fits
         logger.info("fp8: %d linears of the model, and %d of rank 0 too odd in size", len(names), len(left))
@@ -98,37 +89,6 @@ def chosen_linears(model: PipelineModule, config: Fp8Config) -> list[Named]:
 
 def _choose(linears: Sequence[Named], choice: LayerNames) -> tuple[dict[str, set[str]], set[str], set[str]]:
     """Return the names that each pattern of fp8.filter leaves out, those of linears of fitting sizes, and the chosen ones."""
-    stays = {pattern: {name for name, _ in linears if re.search(pattern, name)} for pattern in _patterns(choice)}
-    fits = {name for name, linear in linears if not any(size % MULTIPLE for size in _sizes(linear))}
+    stays = {pattern: {name for name, _ in linears if re.search(pattern, name)} for pattern in patterns_of(choice)}
+    fits = {name for name, linear in linears if fits_fp8(linear)}
     return stays, fits, fits.difference(*stays.values())
-
-
-def _patterns(choice: LayerNames) -> list[str]:
-    """Return regular expressions for the names that stay out."""
-    if isinstance(choice, str):
-        try:
-            return [re.compile(choice).pattern]
-        except re.error as error:
-            raise ConfigError(f"fp8.filter {choice!r} is no regular expression: {error}") from error
-    return [re.escape(part) for part in choice or ()]
-
-
-def _sizes(linear: nn.Module) -> Sequence[int]:
-    """Return the sizes of the weights that all ranks hold; not of the weight's own shape, which ZeRO-3 may have freed."""
-    whole: Any = linear
-    if isinstance(linear, (ColumnParallelLinear, RowParallelLinear)) and not linear.cut.shared:
-        return whole.in_features, whole.out_features, *linear.cut.lengths
-    return whole.in_features, whole.out_features
-
-
-def _attach(linear: nn.Module, fp8: Fp8, sink: GradientSink) -> None:
-    group, dim = None, None
-    if isinstance(linear, (ColumnParallelLinear, RowParallelLinear)) and linear.group.size > 1:
-        group, dim = linear.group, 0 if isinstance(linear, ColumnParallelLinear) else 1
-    layer = fp8.layers[linear] = Fp8Linear(fp8, sink, group, dim)
-    if isinstance(linear, (ColumnParallelLinear, RowParallelLinear)):
-        linear.use_fp8(layer)
-    else:
-        make_splittable(linear, sink)
-        forward: Any = linear.forward
-        forward.__self__.compute_by(layer.forward)

@@ -184,7 +184,10 @@ def multiply_into(a: Scaled, b: Scaled, out: Tensor, adds: bool, factor: float) 
 
     There is one for matrices on CUDA with one scale each, whose dims 16 divides, and `out` in fp32.
     """
-    if not out.is_cuda or out.dtype != torch.float32 or not out.is_contiguous() or a.inverse_scale.dim():
+    if not on_cuda(out) or out.dtype != torch.float32 or not out.is_contiguous() or a.inverse_scale.dim():
         return False
     left, right = _padded(a.values), _padded(b.values)
+    if not has_memory(out):  # the same work, counted
+        torch._scaled_mm(left, right.t(), a.inverse_scale, b.inverse_scale, out_dtype=torch.float32, out=out)
+        return True
     return accumulate(left, a.inverse_scale, right, b.inverse_scale, out, adds, factor)

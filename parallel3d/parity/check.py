@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -217,7 +218,9 @@ def train_layouts(target: str, layouts: Sequence[PartialLayout], settings: Setti
 def train(subject: Subject, layout: PartialLayout, settings: Settings) -> Trained[list[Part]]:
     """Train a subject in a layout and return this rank's results. Collective."""
     config, seed = check_config(layout, subject.given(), settings), settings.seed
-    module = PipelineModule(subject.layers, loss_fn=subject.loss_fn, seed_layers=True, base_seed=seed, config=config)
+    inputs, labels = subject.batch(0, seed)  # what policy "auto" of recomputation is chosen by
+    given: dict[str, Any] = {"seed_layers": True, "base_seed": seed, "sample_input": inputs, "sample_labels": labels}
+    module = PipelineModule(subject.layers, loss_fn=subject.loss_fn, config=config, **given)
     engine, *_ = initialize(model=module, config=config)
     steps: list[Step[list[Part]]] = []
     gradients: list[Part] = []

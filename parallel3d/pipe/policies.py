@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise, product
-from math import ceil
+from math import ceil, inf
 from operator import add
 
+import numpy as np
 import torch
 
 from parallel3d.comm.collectives import all_gather_object
@@ -26,9 +27,8 @@ from parallel3d.costs.model_traces import ModelTraces, TracedModel, rows_of
 from parallel3d.costs.work import Work
 from parallel3d.errors import ConfigError
 from parallel3d.schedule.auto import Measured, Plan, make_plan
-from parallel3d.schedule.instructions import Program, chunks_by_rank
+from parallel3d.schedule.instructions import COMPUTE_OPS, Op, Program, chunks_by_rank
 from parallel3d.schedule.list_clock import SPLIT_OPS
-from parallel3d.schedule.memory import ChunkBytes, bytes_in_flight
 from parallel3d.specs import BuildContext, Layer
 
 _DEVICE = "H100"  # whose rates time layers. Only their ratios count.
@@ -123,16 +123,6 @@ def choose(
     return [option.policy for option in chosen], found
 
 
-def in_flight_of(program: Program) -> InFlight:
-    """Return what a program's micro-batches in flight hold."""
-
-    def held(stage: int, saved: Mapping[int, int], deferred: Mapping[int, int]) -> int:
-        chunks = {c: ChunkBytes(saved=nbytes, deferred=deferred.get(c, 0)) for c, nbytes in saved.items()}
-        return max(bytes_in_flight(program.instructions[stage], chunks))
-
-    return held
-
-
 @dataclass(frozen=True)
 class Choice:
     """Policies of all layers, the bytes of each stage, and under schedule "auto" the predicted plan."""
@@ -180,7 +170,7 @@ def choose_with_program(
         weigh(choose(options, bounds, placement, state, in_flight, budget)[0])
     for choice in list(tried.values()):
         assert choice.plan is not None
-        in_flight = in_flight_of(choice.plan.program(num_micro_batches))
+        in_flight = ProgramBytes(choice.plan.program(num_micro_batches))
         weigh(choose(options, bounds, placement, state, in_flight, budget)[0])
     return min(tried.values(), key=lambda choice: choice.rank(budget))
 
@@ -246,22 +236,38 @@ class _Stage:
 
         A single policy of all layers is taken where it fits and is cheaper, or where nothing fits and it saves more.
         """
-        found = [dict(self.chosen)]
-        while self.nbytes() > budget and (moves := list(self._moves())):
-            _, k, option = min(moves, key=lambda move: move[:2])
-            self.chosen[k] = option
-            found.append(dict(self.chosen))
-        found += [
+        found = [
             {k: next((o for o in own if o.policy == policy), own[0]) for k, own in self._options.items()}
             for policy in dict.fromkeys(option.policy for own in self._options.values() for option in own)
         ]
+        self._save(budget)
+        self._take_best([self.chosen, *found], budget)
+        # The last step may have saved too much: one of the dearest layers may save less, and others a little more.
+        dearest = max((option.seconds for option in self.chosen.values()), default=0.0)
+        of_chunks = [next((k for k in own if self.chosen[k].seconds == dearest), None) for own in self._chunks.values()]
+        found = [self.chosen]
+        for k in (k for k in of_chunks if k is not None):
+            for other in (o for o in self._options[k] if o.seconds < dearest):
+                self.chosen = {**found[0], k: other}
+                self._save(budget, dearest)
+                found.append(self.chosen)
+        self._take_best(found, budget)
+        return self
+
+    def _take_best(self, found: Sequence[dict[int, Option]], budget: float) -> None:
+        """Choose the best of some choices, with what it saves too much given back, the dearest first."""
         self.chosen = min(found, key=partial(self._rank, budget))
         for k, option in sorted(self.chosen.items(), key=lambda item: -item[1].seconds):
             for other in sorted(self._options[k], key=lambda other: other.seconds):
                 self.chosen[k] = other
                 if other is option or self.nbytes() <= budget:
                     break
-        return self
+
+    def _save(self, budget: float, below: float = inf) -> None:
+        """Save memory in the cheapest steps, to options of less than some seconds, until the stage fits or none is left."""
+        while self.nbytes() > budget and (moves := [move for move in self._moves() if move[2].seconds < below]):
+            _, k, option = min(moves, key=lambda move: move[:2])
+            self.chosen[k] = option
 
     def _rank(self, budget: float, chosen: dict[int, Option]) -> tuple[bool, float]:
         """Order choices: those that fit by their seconds, then the others by their bytes."""
@@ -291,6 +297,31 @@ def budget_of(given: float | None, context: BuildContext) -> float:
     else:
         own = given * 2**30
     return min(all_gather_object(own, context.groups.control))
+
+
+class ProgramBytes:
+    """Most bytes that the micro-batches in flight of a program hold on a stage, as an InFlight."""
+
+    def __init__(self, program: Program):
+        self._program, self._counts = program, cache(self._count)
+
+    def __call__(self, stage: int, saved: Mapping[int, int], deferred: Mapping[int, int]) -> int:
+        """Return the bytes. saved, deferred: of a micro-batch on each chunk; chunks that are left out hold none."""
+        chunks, counts = self._counts(stage)
+        return int((counts @ [own.get(chunk, 0) for own in (saved, deferred) for chunk in chunks]).max())
+
+    def _count(self, stage: int) -> tuple[list[int], np.ndarray[tuple[int, int], np.dtype[np.int64]]]:
+        """Return the stage's chunks, and different numbers of micro-batches saved and deferred on each, [times, 2 x chunks]."""
+        chunks = [chunk for chunk, own in enumerate(self._program.placement) if own == stage]
+        number = {chunk: k for k, chunk in enumerate(chunks)}
+        computes = [i for i in self._program.instructions[stage] if i.op in COMPUTE_OPS]
+        changes = np.zeros((len(computes), 2, len(chunks)), dtype=np.int64)
+        for row, (op, chunk, *_) in enumerate(computes):
+            if op is not Op.BACKWARD_WEIGHT:
+                changes[row, 0, number[chunk]] = 1 if op is Op.FORWARD else -1
+            if op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT):
+                changes[row, 1, number[chunk]] = 1 if op is Op.BACKWARD_INPUT else -1
+        return chunks, np.unique(changes.reshape(len(computes), -1).cumsum(axis=0), axis=0)
 
 
 def describe_choice(choice: Choice, bounds: Sequence[int], placement: Sequence[int]) -> str:

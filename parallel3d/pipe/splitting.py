@@ -26,11 +26,11 @@ from parallel3d.partition import MEASURED, Partition, StageLimit, resolve_partit
 from parallel3d.pipe.layer_choice import Policies, policy_rule
 from parallel3d.pipe.policies import (
     Choice,
+    ProgramBytes,
     budget_of,
     choose,
     choose_with_program,
     describe_choice,
-    in_flight_of,
     options_of,
     trace_policies,
 )
@@ -133,7 +133,7 @@ class LayerSplitter:
         where = partition.bounds, self._placement
         choice: Choice | None = None
         if program is not None:
-            choice = Choice(*choose(options, *where, self._state(config), in_flight_of(program), budget))
+            choice = Choice(*choose(options, *where, self._state(config), ProgramBytes(program), budget))
         elif first:
             number = min(number, _MICRO_BATCHES_PER_STAGE * self._settings.num_stages)
             most = pipeline.max_in_flight or DEFAULT_MAX_IN_FLIGHT

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -223,22 +224,24 @@ def bucket_limit(total: int, policy: ZeroPolicy, num_shards: int) -> int:
 def _cut(
     kind: Kind, infos: Sequence[ParameterInfo], policy: ZeroPolicy, num_shards: int, is_sharded: bool
 ) -> Iterator[BucketLayout]:
-    limit = bucket_limit(sum(info.parameter.numel() for info in infos), policy, num_shards)
-    held: list[ParameterInfo] = []
+    sizes = tuple(info.parameter.numel() for info in infos)
+    start = 0
+    for offsets, numel in _positions(sizes, bucket_limit(sum(sizes), policy, num_shards), num_shards * ALIGNMENT):
+        held = tuple(infos[start : start + len(offsets)])
+        start += len(offsets)
+        yield BucketLayout(kind, held, offsets, numel, policy, num_shards, is_sharded)
+
+
+@lru_cache(maxsize=4096)  # a plan lays out equal stages again and again
+def _positions(sizes: tuple[int, ...], limit: int, multiple: int) -> list[tuple[tuple[int, ...], int]]:
+    """Return where each parameter of each bucket starts, and the bucket's elements, a multiple of a number."""
+    buckets: list[tuple[tuple[int, ...], int]] = []
     offsets: list[int] = []
     end = 0
-
-    def bucket() -> BucketLayout:
-        numel = _round_up(end, num_shards * ALIGNMENT)
-        return BucketLayout(kind, tuple(held), tuple(offsets), numel, policy, num_shards, is_sharded)
-
-    for info in infos:
-        size = info.parameter.numel()
-        if held and end + size > limit:
-            yield bucket()
-            held, offsets, end = [], [], 0
-        held.append(info)
+    for size in sizes:
+        if offsets and end + size > limit:
+            buckets.append((tuple(offsets), _round_up(end, multiple)))
+            offsets, end = [], 0
         offsets.append(end)
         end += _round_up(size, ALIGNMENT)
-    if held:
-        yield bucket()
+    return [*buckets, (tuple(offsets), _round_up(end, multiple))] if sizes else []

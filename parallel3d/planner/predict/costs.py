@@ -220,8 +220,9 @@ def of_stages(of_chunks: Floats, placement: Sequence[int]) -> Floats:
     return sums
 
 
-# A layout of half blocks counts as this much longer than it is: it has to be worth building other layers.
-WORTH_HALVES = 0.998
+# A layout of half blocks counts as this much longer than it is: it has to be worth building other layers. One with policies by
+# layer does, too: it has to be worth reading them.
+WORTH_HALVES = WORTH_POLICIES = 0.998
 
 
 def fullness_of(memory: Sequence[StageMemory]) -> float:
@@ -261,7 +262,8 @@ class StepPrediction:
     @property
     def rank(self) -> tuple[bool, float]:
         """Sort key: what fits comes first, then the shorter step."""
-        return not self.fits, self.seconds / (WORTH_HALVES if self.layout.units else 1.0)
+        worth = (WORTH_HALVES if self.layout.units else 1.0) * (WORTH_POLICIES if self.layout.is_by_layer else 1.0)
+        return not self.fits, self.seconds / worth
 
     @property
     def program(self) -> Program:

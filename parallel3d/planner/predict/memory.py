@@ -204,6 +204,7 @@ class MemoryModel:
             kept, cast = [info.parameter for info in frozen], model.precision.weights
             size = sum(p.numel() * (cast if cast and p.is_floating_point() else p.dtype).itemsize for p in kept)
             others = sum(layer.buffers for layer in own) + size // (replicas if policy.stage == 3 else 1)
+            others += sum(layer.casts for layer in own) if policy.stage < 3 else 0  # gathered weights' aren't kept
             others -= sum(unit.host for unit in unit_sizes([], frozen, policy, replicas).values())
             state = predict_state(infos, policy, replicas, self._moments, early if splits else set(), frozen)
             shared = state.weights if self._steps_by_kernel and layout.zero and replicas in WORLD_SIZES else 0

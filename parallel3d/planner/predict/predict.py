@@ -28,6 +28,7 @@ from parallel3d.planner.predict.costs import (
     of_stages,
 )
 from parallel3d.planner.predict.memory import MemoryModel
+from parallel3d.planner.predict.policies import choose_policies
 from parallel3d.planner.predict.profile import ModelProfile, frozen_infos, layer_units, stage_layers
 from parallel3d.planner.predict.program import (
     Buckets,
@@ -88,6 +89,7 @@ class Predictor:
         self._programs: Programs = Programs() if like is None else like._programs
         self._links: dict[tuple[object, ...], LayoutLinks] = {}
         self._stage_times: dict[tuple[object, ...], list[Times]] = {}
+        self._rough: dict[tuple[Layout, int], StageMemory] = {}
         self._splits: dict[tuple[object, ...], tuple[tuple[int, ...], Times]] = {}
         # The bounds of chunks in layers with the smallest slowest chunk.
         segments = cache(segment_costs)
@@ -131,12 +133,15 @@ class Predictor:
         - bounds: the chunks' layers, if they are split already.
         - compute: the schedule, if it isn't a named one.
         """
-        split = self._split_layout(layout, places, bounds=bounds)
-        choices: Sequence[LiveLimits | None] = [None]
-        if split.sharded is not None:
-            choices = live_limits(self.profile().config.zero_optimization, split.sharded.elements)
         found: list[StepPrediction] = []
-        for limits in choices:
+        if layout.is_by_layer:
+            split = self._split_layout(layout.model_copy(update={"policy": "cheap"}), places, bounds=bounds)
+            layout = self._choose(split, places, compute)
+            if bounds is None and (even := self._split_layout(layout, places)).bounds != split.bounds:
+                layout, split = self._choose(even, places, compute), even
+            bounds = split.bounds
+        split = self._split_layout(layout, places, bounds=bounds)
+        for limits in self._limits(split):
             step = self._step(split, compute, limits)
             if step.fits or not found:
                 found.append(step)
@@ -144,8 +149,30 @@ class Predictor:
                 break
         return min(found, key=lambda step: step.rank)
 
-    def _step(self, split: SplitLayout, compute: Program | None, limits: LiveLimits | None) -> StepPrediction:
-        """Predict a split layout. limits: of sharded weights that are gathered; None if all weights are whole."""
+    def _limits(self, split: SplitLayout) -> Sequence[LiveLimits | None]:
+        """Return the limits of sharded weights that may be gathered, the least room first; None if all weights are whole."""
+        if split.sharded is None:
+            return [None]
+        return live_limits(self.profile().config.zero_optimization, split.sharded.elements)
+
+    def _choose(self, split: SplitLayout, places: Sequence[int] | None, compute: Program | None) -> Layout:
+        """Return the layout with a policy for each layer, as it is split."""
+        layout, least = split.layout, self._limits(split)[0]
+
+        def memory_of(own: Layout) -> tuple[StageMemory, ...]:
+            other = split if split.sharded is None else self._split_layout(own, places, bounds=split.bounds)
+            return self._fill(replace(other, layout=own), compute, least)[1]
+
+        program, samples = (
+            self._fill(split, compute, least)[0].program,
+            untimed_flight(layout, timed_micro_batches(layout)),
+        )
+        return choose_policies(self.profile(layout.units), layout, split.bounds, program, samples, memory_of)
+
+    def _fill(
+        self, split: SplitLayout, compute: Program | None, limits: LiveLimits | None
+    ) -> tuple[Simulation, tuple[StageMemory, ...]]:
+        """Return the program of a split layout, and the memory of each stage. limits: see _limits."""
         layout, micro_batches = split.layout, timed_micro_batches(split.layout)
         replay = self._programs.replay(layout, micro_batches) if compute is None else MemoryReplay(lower(compute))
         sharded, freed = None, list[list[int]]()
@@ -158,7 +185,11 @@ class Predictor:
         if split.sharded is not None:
             sizes = [{unit: size.nbytes for unit, size in own.items()} for own in split.sharded.sizes]
             gathered = map(peak_live, simulation.program.instructions, sizes, freed or [[]] * layout.stages)
-        memory = self._memory_of(split, replay, simulation.program.num_micro_batches, gathered)
+        return simulation, self._memory_of(split, replay, simulation.program.num_micro_batches, gathered)
+
+    def _step(self, split: SplitLayout, compute: Program | None, limits: LiveLimits | None) -> StepPrediction:
+        """Predict a split layout. limits: see _limits."""
+        simulation, memory = self._fill(split, compute, limits)
         cost, makespan = self._timed(split, simulation)
         optimizer = self.calibration.factors["optimizer"].value * split.optimizer_seconds()
         seconds = makespan + optimizer + self.calibration.fixed.value
@@ -170,7 +201,7 @@ class Predictor:
         Every stage computes all micro-batches, after those before it have begun the first one, and before they end the last
         one if backwards are whole; and its replicas exchange all gradients and weights. Then the optimizer steps.
         """
-        split = self._split_layout(layout, exactly=False)
+        split = self._split_layout(_uniform(layout, recompute=0), exactly=False)
         # By which each chunk makes those after it start late, and those before it end late.
         late = split.times.compute[0]
         if layout.schedule in WHOLE_BACKWARDS:
@@ -302,8 +333,10 @@ class Predictor:
     def rough_memory(self, layout: Layout) -> Iterator[StageMemory]:
         """Yield about the memory of the stages that may be the fullest, scaled from that of a single sample.
 
-        No prediction is needed, only those stages' lists of instructions.
+        No prediction is needed, only those stages' lists of instructions. With policies by layer it is the least that these can
+        make of it.
         """
+        layout = _uniform(layout, recompute=1)
         links, timed = self.links(layout), timed_micro_batches(layout, exactly=False)
         memory, replay = self.memory_model(layout.units), self._programs.replay(layout, timed, roughly=True)
         bounds, _ = self._chunks(layout, links, replay.placement, exactly=False)
@@ -311,8 +344,10 @@ class Predictor:
         # A long pipeline is the fullest at its ends, or in the middle.
         for stage in sorted({0, 1, layout.stages // 2, layout.stages - 2, layout.stages - 1}):
             if 0 <= stage < layout.stages:
-                room = self.capacity(links.devices[stage])
-                yield self.calibration.correct_memory(memory.stage(replay, bounds, one, stage, *room, samples))
+                if (layout, stage) not in self._rough:
+                    found = memory.stage(replay, bounds, one, stage, *self.capacity(links.devices[stage]), samples)
+                    self._rough[layout, stage] = self.calibration.correct_memory(found)
+                yield self._rough[layout, stage]
 
     def split_carefully(self, layout: Layout, links: LayoutLinks) -> tuple[int, ...]:
         """Return the chunks' bounds in layers with even stages and the shortest step; takes its time."""
@@ -347,6 +382,11 @@ class Predictor:
             return partition_layers(costs, len(placement), placement=placement, limit=limit, paces=paces).bounds
         except PartitionError:
             return None
+
+
+def _uniform(layout: Layout, recompute: int) -> Layout:
+    """Return the layout, with policies by layer as one in which all layers are recomputed, or none is."""
+    return layout.model_copy(update={"policy": None, "recompute": recompute}) if layout.is_by_layer else layout
 
 
 def _fastest(times: Sequence[Times], placement: Sequence[int]) -> tuple[Times, tuple[float, ...] | None]:

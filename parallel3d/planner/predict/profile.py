@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from parallel3d.comm.structures import TensorTree
 from parallel3d.config import SELECTIVE, Config, RecomputationPolicy, SelectivePolicy
-from parallel3d.config.layout import Layout
+from parallel3d.config.layout import LayerPolicy, Layout
 from parallel3d.costs.forked import ForkedCalls
 from parallel3d.costs.layer_profile import LayerProfile, extrapolated, recomputed
 from parallel3d.costs.model_traces import LossFunction, ModelTraces, TracedModel, rows_of
@@ -72,7 +72,8 @@ class ModelProfile:
         )
         self._slicings: dict[_Slicing, ModelTraces] = {}
         self._traced: dict[object, tuple[LayerProfile, ...]] = {}
-        self._profiles: dict[tuple[_Slicing, int, bool, SelectivePolicy | None], tuple[LayerProfile, ...]] = {}
+        self._profiles: dict[tuple[_Slicing, int, bool, LayerPolicy | None], tuple[LayerProfile, ...]] = {}
+        self._recomputed: dict[tuple[_Slicing, int], Sequence[LayerProfile]] = {}
         self._parameters: dict[object, list[list[ParameterInfo]]] = {}
         self._merged: dict[object, nn.Parameter] = {}
         self._policies: dict[tuple[int, int], ZeroPolicy] = {}
@@ -146,7 +147,7 @@ class ModelProfile:
         sequence_parallel: bool = False,
         micro_batch: int = 1,
         recompute: int = 0,
-        policy: SelectivePolicy | None = None,
+        policy: LayerPolicy | None = None,
     ) -> tuple[LayerProfile, ...]:
         """Return the profile of each layer; equal layers share theirs. recompute, policy: as those of a Layout.
 
@@ -160,9 +161,10 @@ class ModelProfile:
             if not recompute:
                 self._profiles[key] = self._trace(slicing, micro_batch, None)
             else:
-                policies = [self._policy_of(k, policy) for k in range(len(self.specs))]
-                found = {p: self._under(p, slicing, micro_batch) for p in dict.fromkeys(policies)}
-                self._profiles[key] = tuple(found[p][k] for k, p in enumerate(policies))
+                assert policy != "auto", "policies are chosen before layers have a profile"
+                own = policy if isinstance(policy, tuple) else self._policies_of(policy)
+                found = {p: self._under(p, slicing, micro_batch) for p in dict.fromkeys(own)}
+                self._profiles[key] = tuple(found[p][k] for k, p in enumerate(own))
         return self._profiles[key]
 
     def of_layout(self, layout: Layout, micro_batch: int) -> tuple[LayerProfile, ...]:
@@ -170,9 +172,20 @@ class ModelProfile:
         how = micro_batch, layout.recompute, layout.policy
         return self.layers(layout.tensor_ranks, layout.sequence_parallel, *how)
 
-    def _policy_of(self, k: int, policy: SelectivePolicy | None) -> RecomputationPolicy:
-        given = self._given[k]
-        return given if given == "none" or (self._has_policies and policy is None) else policy or "full"
+    def by_policy(self, layout: Layout) -> dict[RecomputationPolicy, Sequence[LayerProfile]]:
+        """Return the profile of each layer on a rank of a layout under each policy."""
+        slicing = layout.tensor_ranks, layout.sequence_parallel and layout.tensor_ranks > 1
+        policies: Sequence[RecomputationPolicy] = ("none", *SELECTIVE, "full")
+        return {policy: self._under(policy, slicing, layout.micro_batch) for policy in policies}
+
+    def keeps(self, k: int) -> bool:
+        """Whether nothing of a layer is recomputed in any layout."""
+        return self._given[k] == "none"
+
+    def _policies_of(self, policy: SelectivePolicy | None) -> tuple[RecomputationPolicy, ...]:
+        """Return each layer's policy where layers are recomputed. policy: of all that may be, else the configuration's."""
+        given = policy is None and self._has_policies
+        return tuple(own if own == "none" or given else policy or "full" for own in self._given)
 
     def _under(self, policy: RecomputationPolicy, slicing: _Slicing, micro_batch: int) -> Sequence[LayerProfile]:
         """Return the profile of each layer under one policy."""
@@ -181,8 +194,11 @@ class ModelProfile:
         plain = self.layers(*slicing, micro_batch)
         if policy == "none":
             return plain
-        known = {id(p): recomputed(p) for p in {id(p): p for p in plain}.values()}
-        return [known[id(p)] for p in plain]
+        key = slicing, micro_batch
+        if key not in self._recomputed:
+            known = {id(p): recomputed(p) for p in {id(p): p for p in plain}.values()}
+            self._recomputed[key] = [known[id(p)] for p in plain]
+        return self._recomputed[key]
 
     def stage_parameters(
         self,

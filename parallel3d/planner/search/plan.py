@@ -9,7 +9,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from parallel3d.config import Config, load
+from parallel3d.config import SELECTIVE, Config, load
 from parallel3d.config.layout import Layout, PartialLayout, configuration, given_section
 from parallel3d.costs.forked import ForkedCalls
 from parallel3d.costs.layer_costs import LayerCost
@@ -37,6 +37,7 @@ from parallel3d.specs import Layer, layer_name
 
 # Candidates within this ratio of the shortest step, at most MOST_NEAR, are placed and split with more care.
 _NEAR = 1.02
+_MIXED = 3  # candidates that get policies by layer
 _MOST_SAMPLES, _MOST_LAYERS = 10**8, 1_100  # the time of a plan grows by the square of the layers
 _MOST_SEARCHED = 32  # chunks of all stages that are split with more care
 # (chunks, placement) that "auto" may have -> the named schedule of split backwards.
@@ -89,7 +90,8 @@ class Planner:
             self.profile.of_layers(self._halves())
         columns = np.unique(np.stack([space.tensor_ranks, space.sequence_parallel]), axis=1).tolist()
         slicings = [(ranks, bool(parallel)) for ranks, parallel in zip(*columns, strict=True)]
-        policies = [POLICIES[policy] for policy in np.unique(space.policy).tolist() if policy]
+        asked = {POLICIES[policy] for policy in np.unique(space.policy).tolist()}
+        policies = [policy for policy in SELECTIVE if asked & {policy, "auto"}]
         # First those that bounds of all layouts need.
         partly = [(slicing, policy, 1) for slicing in slicings for policy in policies]
         self.profile.trace_in(process, [*((slicing, None, 1) for slicing in slicings), *partly])
@@ -134,8 +136,18 @@ class Planner:
         search = BranchAndBound(self.predictor, self.space, self.question.num_best)
         found = search.run()
         near = [c for c in found[:MOST_NEAR] if c.rank[1] <= _NEAR * found[0].rank[1]]
-        improved = [improve(self.predictor, candidate) for candidate in near] + found[len(near) :]
+        improved = sorted((improve(self.predictor, candidate) for candidate in near), key=attrgetter("rank"))
+        improved = [*map(self._with_policies, improved[:_MIXED]), *improved[_MIXED:], *found[len(near) :]]
         return self._result(search, listed(self._with_autos(improved, search), self.question.num_best))
+
+    def _with_policies(self, step: StepPrediction) -> StepPrediction:
+        """Give each layer of a layout that recomputes all of them a policy of its own, if that makes the step shorter."""
+        layout, fixed = step.layout, self.question.fixed
+        if layout.recompute != 1 or layout.is_by_layer or (fixed is not None and "recompute" in fixed.given):
+            return step
+        other = layout.model_copy(update={"policy": "auto"})
+        other_step = evaluate(self.predictor, other, step.split.links.ranks.ravel().tolist(), step.split.bounds)
+        return min(step, other_step, key=attrgetter("rank"))
 
     def _with_autos(self, found: list[StepPrediction], search: BranchAndBound) -> list[StepPrediction]:
         """Add schedule "auto" on the best candidate's chunks if that is quick; if asked for, on all chunks, and it alone."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from parallel3d.config import SELECTIVE
+from parallel3d.config import SelectivePolicy
 from parallel3d.config.layout import Layout, PartialLayout
 from parallel3d.planner.network.fabric import Floats, Integers
 from parallel3d.schedule.builders import WHOLE_BACKWARDS
@@ -22,9 +22,10 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32)  # samples
 RECOMPUTED = (0, 1, 2, 4)
 _HALVES_RECOMPUTED = (*RECOMPUTED, 8)
 # What each layer recomputes: all, or a part.
-POLICIES = (None, *SELECTIVE)
+POLICIES = (None, "cheap", "attention", "auto")
 # Most chunks of all stages for which an order is searched: for more the search is too slow, on many ranks even earlier.
 _MOST_SEARCHED, _MOST_SEARCHED_LARGE, LARGE = 32, 16, 4096
+_BY_LAYER = 512  # most ranks on which policies by layer are searched: on more, the best layouts alone get some
 # Most chunks of all stages x micro-batches of a breadth-first program (arXiv:2211.05953), which holds all micro-batches.
 _MOST_BREADTH = 2048
 
@@ -135,6 +136,11 @@ class Space:
         found[order[:-1]] = np.where(np.diff(key[order]) == 0, order[1:], -1)
         return found
 
+    def under(self, policy: SelectivePolicy | None, recompute: int) -> Space:
+        """Return the same layouts with one policy for all layers."""
+        columns = {"policy": POLICIES.index(policy), "recompute": recompute}
+        return replace(self, **{name: np.full(len(self), number) for name, number in columns.items()})
+
     def where(self, kept: BoolArray | Integers) -> Space:
         """Return the layouts that are kept: whether each is, or their indices."""
         return Space(*(getattr(self, f.name)[kept] for f in fields(self)))
@@ -209,7 +215,10 @@ def _choices(
         "micro_batch": MICRO_BATCHES if micro_batch is None else [micro_batch],
         "zero": [0, 1, 2, 3],
         "recompute": _HALVES_RECOMPUTED if recompute is None else [recompute],
-        "policy": range(len(POLICIES)) if recompute is None else [POLICIES.index(fixed.policy)],
+        # Policies by layer may be "attention" for all, too.
+        "policy": ([0, 1, 3] if num_ranks <= _BY_LAYER else [0, 1, 2])
+        if recompute is None
+        else [POLICIES.index(fixed.policy)],
         "variant": [k for k, variant in enumerate(VARIANTS) if _is_searched(variant, fixed)],
     }
 

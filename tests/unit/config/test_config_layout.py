@@ -26,7 +26,7 @@ layouts = st.builds(
     micro_batches=NUMBERS,
     chunks=NUMBERS,
     recompute=st.integers(0, 9),
-    policy=st.sampled_from([None, "cheap", "attention"]),
+    policy=st.sampled_from([None, "cheap", "attention", "auto"]),
     schedule=st.sampled_from(SCHEDULES),
     placement=st.sampled_from(["loop", "v"]),
     units=st.sampled_from([None, "half"]),
@@ -81,6 +81,7 @@ def test_words_are_read_as_what_was_written(layout: Layout):
         "pp4,dp2,zero1,half,zb-h1,m2,mb1",
         "pp4,zb-h1,m2,mb1,cheap",
         "pp2,1f1b,m2,mb1,attention,ckpt2",
+        "pp2,1f1b,m2,mb1,ckpt-auto",
     ],
 )
 def test_these_words_are_the_usual_ones(words: str):

@@ -144,13 +144,14 @@ def test_several_layers_are_recomputed_together_where_that_alone_fits() -> None:
     fixed = parse_layout("pp4,1f1b,m8,mb1")
 
     def planner(memory: str | None) -> Planner:
-        return planner_of(small_model(16_384, 64, 96), load_cluster(hosts(1, memory)), 8, fixed=fixed)
+        made = planner_of(small_model(16_384, 64, 96), load_cluster(hosts(1, memory)), 8, fixed=fixed)
+        made.space = made.space.where(made.space.policy == 0)
+        return made
 
     free = planner(None)
     fullest = {
         layout.recompute: max(stage.reserved for stage in evaluate(free.predictor, layout).memory)
         for layout in map(free.space.layout, range(len(free.space)))
-        if layout.policy is None
     }
     assert fullest[2] < 0.9 * fullest[1]
     assert free.answer().config["pipeline"]["activation_checkpoint_interval"] == 0

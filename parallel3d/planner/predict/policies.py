@@ -1,0 +1,62 @@
+"""Recomputation by layer: the choice that the engine makes too (pipe/policies.py), by the memory that the planner predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from parallel3d.config import RecomputationPolicy
+from parallel3d.config.layout import Layout
+from parallel3d.pipe.policies import Option, ProgramBytes, choose, options_of
+from parallel3d.planner.predict.costs import fullness_of
+from parallel3d.planner.predict.profile import ModelProfile, stage_layers
+from parallel3d.planner.search.result import StageMemory
+from parallel3d.schedule.instructions import Op, Program
+
+_ROUNDS = 4  # of a choice, each by what the memory of the one before was beyond the sum over its layers
+
+
+def choose_policies(
+    profile: ModelProfile,
+    layout: Layout,
+    bounds: Sequence[int],
+    program: Program,
+    samples: float,
+    memory_of: Callable[[Layout], Sequence[StageMemory]],
+) -> Layout:
+    """Return the layout with a policy for each layer: the cheapest with which each stage fits, or what comes closest.
+
+    - bounds: of the chunks; samples: micro-batches in flight over those in the program.
+    - memory_of: predicts the memory of each stage of the layout with such policies.
+    """
+    placement, stages = program.placement, range(layout.stages)
+    options = _options(profile, layout, any(i.op is Op.BACKWARD_WEIGHT for own in program.instructions for i in own))
+    first = [next(iter(stage_layers(bounds, placement, stage)), None) for stage in stages]
+    most = ProgramBytes(program)
+
+    def in_flight(stage: int, saved: Mapping[int, int], deferred: Mapping[int, int]) -> int:
+        return round(samples * most(stage, saved, deferred))
+
+    single = [own[:1] for own in options]
+    chosen, held = choose(single, bounds, placement, [0] * len(options), in_flight, 0.0)
+    found: dict[tuple[RecomputationPolicy, ...], tuple[float, float]] = {}
+    state = [0] * len(options)
+    while len(found) < _ROUNDS and tuple(chosen) not in found:
+        memory = memory_of(layout.model_copy(update={"policy": tuple(chosen)}))
+        seconds = sum(o.seconds for own, p in zip(options, chosen, strict=True) for o in own if o.policy == p)
+        found[tuple(chosen)] = max(1.0, fullness_of(memory)), seconds
+        for k, stage, nbytes in zip(first, memory, held, strict=True):
+            if k is not None:  # what has to be below 0 when the layers' bytes are added
+                needed = stage.reserved - stage.allocated + stage.phases["backward"] - stage.capacity
+                state[k] += needed - nbytes
+        chosen, held = choose(options, bounds, placement, state, in_flight, 0.0)
+    return layout.model_copy(update={"policy": min(found, key=found.__getitem__)})
+
+
+def _options(profile: ModelProfile, layout: Layout, splits: bool) -> list[list[Option]]:
+    """Return each layer under each policy that it may have; equal layers share theirs."""
+    traces, known = profile.by_policy(layout), dict[tuple[int, ...], list[Option]]()
+    keys = [tuple(id(profiles[k]) for profiles in traces.values()) for k in range(len(profile.specs))]
+    for k, key in enumerate(keys):
+        if key not in known:
+            known[key] = options_of(traces, k, splits)
+    return [known[key][:1] if profile.keeps(k) else known[key] for k, key in enumerate(keys)]
