@@ -93,9 +93,8 @@ class Engine:
         self._runner, programs = runner, runner.programs
         parts = model, self.module, self.update, precision, progress, self.data
         self._calls: StepByCalls = StepByCalls(*parts, runner.attending, on_loss, runner.fp8)
-        self._auto = (
-            AutoSchedule(model, programs, config.pipeline, monitor) if config.pipeline.schedule == "auto" else None
-        )
+        measures = config.pipeline.schedule == "auto"
+        self._auto = AutoSchedule(model, programs, config.pipeline, monitor) if measures else None
         self._runner.split_backwards(batch_sizes.num_micro_batches)
         self.checkpoints = Checkpoints(model, config.checkpoint, self.update, progress, self.data, self._runner.streams)
         self.compilation = Compilation(model, config, self.update.reducer.sink, self._runner.blocks)
