@@ -236,13 +236,15 @@ def evaluating(model: PipelineModule) -> Iterator[None]:
 
 
 def _executor_kind(config: Config, model: PipelineModule, policy: ZeroPolicy, fp8: Fp8) -> Callable[..., Executor]:
-    if not config.cuda_graphs:
+    measured = config.cuda_graphs == "auto"
+    # Graphs that hold collectives are made where the user asks for them alone.
+    if not config.cuda_graphs or (measured and model.groups.model.size > 1):
         return Executor
     try:
         check_cuda_graphs(config, model, policy)
         return partial(GraphedExecutor, CudaGraphs(model.device), fp8.cast_weights)
     except ConfigError:
-        if config.cuda_graphs == "auto":
+        if measured:
             return Executor
         raise
 

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import toy
-from graphed_runs import ACCUMULATION, check, make, train, train_plain, train_sliced
+from graphed_runs import ACCUMULATION, DECODER, check, make, train, train_plain, train_sliced
 from layouts import BASE_SEED, Run, make_engine, make_optimizer, own_iterator, run_reference, run_steps
 from layouts import check as check_run
 from ranks import RankError
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from parallel3d.engine import step
 from parallel3d.errors import ExecutionError
 from parallel3d.failures.neighbours import place_in
+from parallel3d.models import causal_lm_loss, decoder
 from parallel3d.schedule.instructions import COMPUTE_OPS
 
 MEASURED = 8  # steps of schedule "auto"
@@ -140,6 +141,22 @@ def test_schedule_auto_captures_where_the_host_is_the_limit(run_ranks, tmp_path:
 def test_schedule_auto_captures_nothing_where_graphs_of_the_compiler_break(run_ranks, tmp_path: Path):
     for _, waits, replays, graphs, _ in run_ranks(2, measure, str(tmp_path / "plan.json"), "reading"):
         assert (waits, replays, graphs) == (0.0, False, 0)
+
+
+def may_capture(tensor_parallel: int) -> bool:
+    engine = make(
+        decoder(DECODER),
+        causal_lm_loss,
+        pipeline={"stages": 1, "schedule": "auto"},
+        tensor_parallel={"size": tensor_parallel},
+        compile={"enabled": True, "backend": "eager"},
+    )
+    return engine._runner.can_capture
+
+
+def test_schedule_auto_captures_no_collectives(run_ranks):
+    assert run_ranks(1, may_capture, 1) == [True]
+    assert run_ranks(2, may_capture, 2) == [False, False]
 
 
 def test_recomputed_blocks_of_a_plain_module_are_captured_unless_they_draw(run_ranks):
