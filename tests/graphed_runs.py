@@ -40,6 +40,7 @@ def stand_in() -> AbstractContextManager[Any]:
 
 def make(*args: Any, **config: Any) -> Any:
     """An engine of layouts.make_engine."""
+    torch.compiler.reset()  # layers that other tests have compiled in this process count for its limits
     torch.manual_seed(TORCH_SEED)
     with stand_in():
         return make_engine(*args, accumulation=ACCUMULATION, clipping=CLIPPING, **config)
