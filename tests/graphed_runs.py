@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.nn.functional as F
 import toy
@@ -129,14 +128,10 @@ def train_plain(dropout: float, config: dict[str, Any]) -> list[Tensor]:
 
 
 def check(graphed: list[Result], plain: list[Result]) -> None:
-    """Three whole steps were replayed, of which the first was captured, and losses and weights are the same bits.
-
-    A norm's last bits depend on where the gradients lie in memory. It is NaN where they overflow.
-    """
+    """Three whole steps were replayed, of which the first was captured, and losses, norms and weights are the same bits."""
     for (got, replays, instructions), (wanted, none, _) in zip(graphed, plain, strict=True):
         assert replays >= 3 * instructions
         assert none == 0
-        assert got[0] == wanted[0]
-        assert got[1] == pytest.approx(wanted[1], rel=1e-6, nan_ok=True)
+        assert str(got[:2]) == str(wanted[:2])  # a norm is NaN where gradients overflow
         for name, weight in got[2].items():
             assert torch.equal(weight, wanted[2][name]), name
