@@ -116,6 +116,7 @@ class _Ports(list[Port]):
 
 
 _OF_TOKENS: Numbers[_Ports] = Numbers()
+_FIRST = 2**64 - 1  # place in the order of backwards: before all others, as autograd's own accumulation of gradients
 
 
 def open_together(layers: Sequence[tuple[Port, Tensor | None, Tensor | None]]) -> None:
@@ -127,6 +128,9 @@ def open_together(layers: Sequence[tuple[Port, Tensor | None, Tensor | None]]) -
     needed = [parameter for port, *parameters in layers for parameter in port.prepare(*parameters)]
     token = _Token.apply(_OF_TOKENS.add(ports), *needed) if needed else torch.empty(0)
     node: Any = token.grad_fn
+    if needed:
+        # Tokens are older than every forward: their backwards would come after all layers', and so would the reductions.
+        node._set_sequence_nr(_FIRST)
     edges = iter(node.next_functions if needed else ())
     for port in ports:
         port.use(token, edges, ports)

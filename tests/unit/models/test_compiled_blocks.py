@@ -63,6 +63,30 @@ def train(block: nn.Module, mode: str = "deferred") -> list[Tensor]:
     return [y.detach(), x.grad, *totals.values()]
 
 
+def test_gradients_of_a_compiled_block_are_complete_before_the_backward_of_the_block_below():
+    """In every micro-batch: its bucket can be reduced while the blocks below run, and needs memory no longer."""
+    torch.compiler.reset()
+    events: list[Any] = []
+    sink = GradientSink(events.append)
+    blocks = nn.ModuleList(make_block({}) for _ in range(3))
+    make_splittable(blocks, sink)
+    for parameter in blocks.parameters():
+        sink.attach(parameter, torch.zeros_like(parameter))
+    open_ports(blocks, sink)
+    for block in blocks:
+        block.compile(**torch_options({"backend": "aot_eager"}), fullgraph=True)
+    sink.open()
+    for _ in range(2):
+        x = torch.randn(2, 5, 16)
+        for k, block in enumerate(blocks):
+            x = block(x)
+            x.register_hook(lambda _, k=k: events.append(("backward", k)))
+        with sink.expecting({k: list(blocks[k].parameters()) for k in (2, 1, 0)}), sink.fusing():
+            x.sum().backward()
+        assert events == [("backward", 2), 2, ("backward", 1), 1, ("backward", 0), 0]
+        events.clear()
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Making inductor's kernels takes a minute."""
     if "backend" in metafunc.fixturenames:
