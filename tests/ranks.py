@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallel3d.comm.environment import destroy_process_group
 from parallel3d.errors import Parallel3DError
 
 
@@ -75,7 +76,7 @@ def _take_part(connection: Connection, store: dist.Store, device: str) -> None:
             result = pickle.dumps(("refused", traceback.format_exc()))
         connection.send_bytes(result)
         connection.recv_bytes()  # all are through; before that, another rank may still be connecting to this one
-        dist.destroy_process_group()
+        destroy_process_group()
         result = ("ok", None)
     except BaseException:
         result = ("error", traceback.format_exc())

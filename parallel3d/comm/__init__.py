@@ -18,7 +18,6 @@ from torch.distributed import (
     barrier,
     broadcast,
     broadcast_object_list,
-    destroy_process_group,
     gather,
     get_global_rank,
     irecv,
@@ -36,6 +35,7 @@ from torch.distributed import (
 
 from parallel3d.comm.environment import (
     destroy,
+    destroy_process_group,
     get_local_rank,
     get_rank,
     get_world_size,

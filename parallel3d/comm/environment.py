@@ -9,9 +9,11 @@ import re
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -279,7 +281,31 @@ def local_device(backend: str | None = None) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+class Resettable(Protocol):
+    """A CUDA graph."""
+
+    def reset(self) -> None:
+        """Free it."""
+
+
+# Graphs that may hold collectives of the world's groups.
+_GRAPHS: weakref.WeakSet[Resettable] = weakref.WeakSet()
+
+
+def reset_before_destroy(graph: Resettable) -> None:
+    """Reset a graph when the world is destroyed: NCCL waits without a limit for the end of one that has its collectives."""
+    _GRAPHS.add(graph)
+
+
+def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+    """Destroy a process group of torch; by default all, and before that CUDA graphs, which may hold collectives."""
+    if group in (None, dist.group.WORLD):
+        for graph in list(_GRAPHS):
+            graph.reset()
+    dist.destroy_process_group(group)
+
+
 def destroy() -> None:
     """Leave the world, which destroys the process groups made from it."""
     if dist.is_initialized():
-        dist.destroy_process_group()
+        destroy_process_group()

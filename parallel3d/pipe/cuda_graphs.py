@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from parallel3d.comm.environment import reset_before_destroy
 from parallel3d.config import Config
 from parallel3d.errors import ConfigError, ExecutionError
 from parallel3d.pipe.module import PipelineModule
@@ -112,6 +113,7 @@ class CudaGraphs:
             raise
         else:
             graph.capture_end()
+            reset_before_destroy(graph)
         finally:
             self._generator.graphsafe_set_state(own)
             if collects:

@@ -7,7 +7,9 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+import torch.distributed as dist
 
+from parallel3d import comm
 from parallel3d.comm import environment
 
 
@@ -54,3 +56,26 @@ def test_a_thread_that_never_rests_is_left_in_the_end(tmp_path: Path, monkeypatc
     task(tmp_path, 1, "pt_gloo_runloop", "R")
     monkeypatch.setattr(environment, "_LEAVE_TIMEOUT_S", 0.1)
     environment._rest(tmp_path)
+
+
+class Graph:
+    """A CUDA graph that notes whether the world was there when it was reset."""
+
+    def __init__(self) -> None:
+        self.reset_in_world: list[bool] = []
+
+    def reset(self) -> None:
+        self.reset_in_world.append(dist.is_initialized())
+
+
+def test_graphs_are_reset_before_the_world_is_destroyed(tmp_path: Path) -> None:
+    """NCCL's communicators wait for graphs that hold collectives."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    graph, freed = Graph(), Graph()
+    for each in (graph, freed):
+        environment.reset_before_destroy(each)
+    del freed, each
+    comm.destroy_process_group(dist.new_group([0]))
+    assert graph.reset_in_world == []
+    comm.destroy()
+    assert graph.reset_in_world == [True]
