@@ -49,7 +49,7 @@ _NO_FILES = "checkpoints are safetensors files; read them by `p3d ckpt`, or by e
 _NO_ESTIMATE = (
     "`p3d plan` predicts the memory of a model in each layout, and engine.reports.memory_report() measures it"
 )
-_NO_BUILDER = "kernels are PyTorch's, or this package's own, which `p3d kernels build` compiles"
+_NO_BUILDER = "kernels are PyTorch's, or this package's own, which `p3d build-kernels` compiles"
 _NO_COUNTERPART = {
     "MoE": _NO_EXPERTS,
     **dict.fromkeys(("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer"), _NO_WRAPPER),
