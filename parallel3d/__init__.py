@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from parallel3d.aliases import Finder
+from parallel3d.deepspeed.aliases import Finder
 
 if TYPE_CHECKING:
     from parallel3d import comm, pipe, zero

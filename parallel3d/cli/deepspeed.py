@@ -12,14 +12,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from parallel3d.aliases import VERSION
+from parallel3d.deepspeed.aliases import VERSION
 from parallel3d.errors import ConfigError
 
 _INFO = f"deepspeed-{VERSION}.dist-info"
 _FILES = {
     "deepspeed/__init__.py": (
         '"""DeepSpeed\'s names, of the package parallel3d; `p3d deepspeed remove` takes this out."""\n\n'
-        "import sys\n\nfrom parallel3d.aliases import become_deepspeed\n\n"
+        "import sys\n\nfrom parallel3d.deepspeed.aliases import become_deepspeed\n\n"
         "become_deepspeed(sys.modules[__name__])\n"
     ),
     "deepspeed/env_report.py": (

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from parallel3d.aliases import PLACES
 from parallel3d.comm.groups import PipelineParallelGrid
 from parallel3d.comm.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 from parallel3d.config.zero import OffloadOptimizerConfig as DeepSpeedZeroOffloadOptimizerConfig
 from parallel3d.config.zero import OffloadParamConfig as DeepSpeedZeroOffloadParamConfig
 from parallel3d.deepspeed.accelerator import get_accelerator
+from parallel3d.deepspeed.aliases import PLACES
 from parallel3d.errors import TopologyError
 from parallel3d.logs import logger
 from parallel3d.optim.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR

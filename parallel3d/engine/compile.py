@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallel3d.autograd.first_shapes import FirstShapes
 from parallel3d.autograd.in_graph import INDUCTOR_OPTIONS, Port
 from parallel3d.autograd.selective import recomputed_in_graph
 from parallel3d.autograd.sink import GradientSink
 from parallel3d.autograd.split_backward import is_split, open_ports
 from parallel3d.config import SELECTIVE, Config
 from parallel3d.errors import ConfigError, ExecutionError
-from parallel3d.first_shapes import FirstShapes
 from parallel3d.logs import logger
 from parallel3d.monitor.uncompiled import UncompiledWriter
 from parallel3d.pipe.blocks import BlockUnits

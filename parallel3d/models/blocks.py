@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parallel3d.autograd.first_shapes import FirstShapes
 from parallel3d.autograd.split_backward import autocast_dtype
 from parallel3d.errors import ConfigError, nearest
-from parallel3d.first_shapes import FirstShapes
 from parallel3d.kernels.rotary import rotate
 from parallel3d.kernels.swiglu import swiglu
 from parallel3d.models.config import DecoderConfig

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parallel3d.atomic_write import write_whole
-from parallel3d.first_shapes import FirstShapes
+from parallel3d.autograd.first_shapes import FirstShapes
 from parallel3d.monitor.run_record import StoredModel, read_stored
 
 FILE_NAME = "uncompiled_calls.json"

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from parallel3d.autograd.first_shapes import FirstShapes
 from parallel3d.autograd.split_backward import is_split
 from parallel3d.comm.collectives import Group, all_gather_integers
 from parallel3d.errors import ExecutionError
-from parallel3d.first_shapes import FirstShapes
 from parallel3d.schedule.instructions import Instruction
 from parallel3d.schedule.lifetimes import LiveLimits
 from parallel3d.zero.external import (

@@ -13,8 +13,8 @@ import pytest
 from warm import run_codes
 
 from parallel3d import cli
-from parallel3d.aliases import VERSION
 from parallel3d.cli import deepspeed
+from parallel3d.deepspeed.aliases import VERSION
 
 IMPORTS = """
 import sys
@@ -70,7 +70,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.utils.tensor_fragment import fragment_address, safe_get_full_grad
 assert ZeroStageEnum(2) is ZeroStageEnum.gradients
-from deepspeed.launcher import multinode_runner, runner
+from deepspeed.launcher import runner
 assert runner.encode_world_info({{"a": [0, 1]}}) == "eyJhIjogWzAsIDFdfQ=="
 assert callable(runner.parse_resource_filter) and callable(runner._parse_hostfile)
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
