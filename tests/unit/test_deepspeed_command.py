@@ -19,7 +19,6 @@ from parallel3d.comm.environment import mpi_environment
 from parallel3d.errors import ConfigError
 from parallel3d.launcher import cli, deepspeed, nodes
 from parallel3d.launcher import start as start_module
-from parallel3d.launcher.multinode_runner import IMPIRunner, MPICHRunner, MVAPICHRunner, OpenMPIRunner, SlurmRunner
 from parallel3d.launcher.nodes import _PASSED_ON
 from parallel3d.launcher.start import choose_hosts
 from parallel3d.membership import TOKEN
@@ -218,22 +217,9 @@ def test_mpirun_ends_with_the_launcher_and_after_the_first_host(tmp_path: Path, 
         Path("pid").unlink()
 
 
-def test_deepspeed_s_classes_of_launchers():
+def test_arguments_of_mpirun_are_not_taken_for_options():
     options = deepspeed.parse_args(["--launcher_arg", "-mca btl tcp", "--module", "job.train", "--lr", "1"])
     assert options.launcher_args == "-mca btl tcp"
-    hosts = {"a": 4, "b": 4}
-    environment = {"HOME": "/root"}
-    for kind, name in ((OpenMPIRunner, "-x"), (MPICHRunner, "A,B"), (MVAPICHRunner, "A,B"), (IMPIRunner, "A,B")):
-        runner = kind(options, "")
-        runner.add_export("A", "4(x2)")
-        runner.add_export("B", "1")
-        assert runner.exports == {"A": '"4(x2)"', "B": "1"}
-        command = runner.get_cmd(environment, hosts)
-        assert (command[:3], command[-3:]) == (["mpirun", "-n", "2"], ["job.train", "--lr", "1"])
-        assert name in command
-        assert "--include=a:0,1,2,3@b:0,1,2,3" in command
-    assert environment == {"HOME": "/root", "A": "4(x2)", "B": "1"}
-    assert SlurmRunner(options, "").get_cmd(environment, hosts)[0] == "srun"
 
 
 def test_ranks_of_one_host_meet_there():
