@@ -142,12 +142,20 @@ def order_of(path: Path) -> int:
 
 
 def latest_tag(save_dir: Path) -> str | None:
-    """Return the tag in the file `latest`, or None without such a file."""
+    """Return the tag in the file `latest`, or None without such a file.
+
+    Raises CheckpointError for what is no file, and for a directory that is itself a checkpoint: nothing in it can be loaded.
+    """
     try:
         if (save_dir / LATEST).is_fifo():
             raise OSError("it is no file")
         return (save_dir / LATEST).read_text().strip()
     except FileNotFoundError:
+        if (save_dir / MANIFEST).is_file():
+            raise CheckpointError(
+                f"{save_dir} is itself a checkpoint; give the directory that holds it, {save_dir.parent}, "
+                f"and tag={save_dir.name!r}"
+            ) from None
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{save_dir / LATEST} can't be read: {error}; give load_checkpoint a tag") from error

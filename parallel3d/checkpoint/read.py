@@ -216,7 +216,10 @@ def agree_to_read(decision: CollectiveDecision, reader: Reader, wanted: Wanted, 
             missing, unknown, {k: shapes for item in values for k, shapes in item["misshapen"].items()}
         )
         if faults and strict:
-            raise CheckpointError(f"{reader.directory} doesn't fit the model: {faults}; strict=False loads what fits")
+            raise CheckpointError(
+                f"{reader.directory} doesn't fit the model: {faults}; build the model that was saved, or load what fits by "
+                "load_checkpoint(..., strict=False)"
+            )
         if faults:
             warnings.warn(f"{reader.directory} fits the model in part: {faults}", stacklevel=4)
         return [None] * len(values)

@@ -68,20 +68,27 @@ def rank_failures(
 
 
 def summary(failures: Sequence[RankFailure]) -> str:
-    """Format a line per rank that failed by itself, in the order given, and one for all that were ended because of them."""
+    """Format a line for each error, in the order given, one for other ranks with the same error, and one for ended ranks."""
     first = failures[0]
+    alike: dict[object, list[RankFailure]] = {}
+    for failure in (failure for failure in failures if not failure.was_ended):
+        kind = failure.rank if failure.error is None else (failure.exit_code, failure.error)
+        alike.setdefault(kind, []).append(failure)
     lines = []
-    for failure in failures:
-        if not failure.was_ended:
-            seconds = failure.time - first.time  # negative if the first one was slow to end
-            later = "" if failure is first else f" {seconds:.1f} s later" if seconds >= 0 else " too"
-            error = f": {failure.error}" if failure.error else ""
-            lines.append(f"parallel3d: rank {failure.rank} failed{later} ({ending(failure.exit_code)}){error}")
-    ended = sorted(failure.rank for failure in failures if failure.was_ended)
-    if ended:
-        ranks = ("rank " if len(ended) == 1 else "ranks ") + ", ".join(map(str, ended))
-        lines.append(f"parallel3d: ended because of it: {ranks}")
-    return "\n".join(lines)
+    for failure, *others in alike.values():
+        seconds = failure.time - first.time  # negative if the first one was slow to end
+        later = "" if failure is first else f" {seconds:.1f} s later" if seconds >= 0 else " too"
+        error = f": {failure.error}" if failure.error else ""
+        lines.append(f"rank {failure.rank} failed{later} ({ending(failure.exit_code)}){error}")
+        lines += _about("the same error on", others)
+    lines += _about("ended because of it:", [failure for failure in failures if failure.was_ended])
+    return "\n".join(f"parallel3d: {line}" for line in lines)
+
+
+def _about(text: str, failures: Sequence[RankFailure]) -> list[str]:
+    """Return a line about the ranks of some failures; none if there are none."""
+    ranks = sorted(failure.rank for failure in failures)
+    return [f"{text} {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"] if ranks else []
 
 
 def ending(exit_code: int) -> str:

@@ -296,6 +296,8 @@ class Executor:
         except Exception as error:
             other = next((leaf for leaf in tree_leaves(labels) if not isinstance(leaf, Tensor)), None)
             hint = "" if other is None else f", whose labels hold a {type(other).__name__}, no tensor"
+            if isinstance(output, Tensor) and isinstance(labels, Tensor):
+                hint = f" of an output {list(output.shape)} and labels {list(labels.shape)}"
             note_place(error, f"loss_fn {getattr(loss_fn, '__name__', type(loss_fn).__name__)}{hint}")
             raise
 

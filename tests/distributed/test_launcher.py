@@ -508,3 +508,11 @@ def test_a_silent_death_counts_as_the_cause_of_its_peers_exceptions(tmp_path: Pa
         "parallel3d: ended because of it: ranks 2, 4",
     ]
     assert failures[0].status == 137
+    # A mistake in the script is every rank's.
+    found = {rank: failure(rank, 1, "ConfigError: unknown key 'optimiser'", 100.0 + rank) for rank in (2, 0, 1)}
+    found[3] = failure(3, 1, "ConfigError: no optimizer", 104.0)
+    assert summary(rank_failures(found, set(found), 100.0)).splitlines() == [
+        "parallel3d: rank 0 failed (exit code 1): ConfigError: unknown key 'optimiser'",
+        "parallel3d: the same error on ranks 1, 2",
+        "parallel3d: rank 3 failed 4.0 s later (exit code 1): ConfigError: no optimizer",
+    ]

@@ -64,7 +64,12 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         r"'mask', in layer 1 \(TakesTwo\): a layer takes one argument, .*; a tuple may hold several",
     ),
-    "loss": (lambda: train(loss_fn=no_loss), KeyError, "F0@0: KeyError: 'labels', in loss_fn no_loss"),
+    "loss": (lambda: train(loss_fn=no_loss), KeyError, "F0@0: KeyError: 'labels', in loss_fn no_loss of an output .*"),
+    "labels of another shape": (
+        lambda: train(data=batches(labels=torch.ones(2, 3))),
+        RuntimeError,
+        r"must match .*, in loss_fn mse_loss of an output \[2, 4\] and labels \[2, 3\]",
+    ),
     "no loss": (
         lambda: train(loss_fn=None),
         ValueError,

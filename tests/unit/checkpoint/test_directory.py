@@ -321,6 +321,16 @@ def test_a_tag_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path)
         d.find(tmp_path, "other")
 
 
+def test_a_checkpoint_given_for_the_directory_that_holds_it_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    write(tmp_path, "global_step10", saved=1.0)
+    for find in (d.latest_tag, d.candidates):
+        with pytest.raises(
+            CheckpointError, match=rf"give the directory that holds it, {tmp_path}, and tag='global_step10'"
+        ):
+            find(tmp_path / "global_step10")
+        assert not find(tmp_path / "empty")
+
+
 def manifest() -> Manifest:
     box = StoredBox(start=(0, 1), shape=(2, 3), file="a.safetensors", key="model/w#0", crc32=7)
     tensor = StoredTensor(dtype="bfloat16", shape=(2, 4), boxes=(box,))
