@@ -1,9 +1,10 @@
-"""Parser of this package's commands."""
+"""Parser of this package's commands, and of numbers in them."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any
 
 from parallel3d import __version__
@@ -16,6 +17,10 @@ class Parser(argparse.ArgumentParser):
         """Add --version, which prints the command's name and the package's version."""
         self.add_argument("--version", action="version", version=f"{self.prog} {__version__}")
 
+    def add_number(self, *names: str, noun: str, least: int = 1, most: float = inf, **options: Any) -> None:
+        """Add an option that takes an integer from `least` to `most`. noun: describes it in errors."""
+        self.add_argument(*names, type=integer(noun, least, most), **{"metavar": "N", **options})
+
     # Ignored: argparse declares one signature for each type of `namespace`.
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """As argparse's, which parse_args and the parsers of subcommands call too."""
@@ -25,3 +30,15 @@ class Parser(argparse.ArgumentParser):
                 for spelt in (option[2:].replace("_", "-"), option[2:].replace("-", "_")):
                     known.setdefault(f"--{spelt}", action)
         return super().parse_known_args(args, namespace)
+
+
+def integer(noun: str, least: int, most: float = inf) -> Callable[[str], int]:
+    """Return the type of an option that takes an integer from `least` to `most`. noun: describes it in errors."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            limits = f"of at least {least}" if most == inf else f"from {least} to {most}"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {noun}: give an integer {limits}")
+        return int(text)
+
+    return parse

@@ -20,7 +20,7 @@ from warm import run_and_end, run_script
 from parallel3d.comm.coordination import agents_store, exit_key
 from parallel3d.launcher import cli
 from parallel3d.launcher.agent import ending
-from parallel3d.launcher.start import choose_hosts, of_this_host
+from parallel3d.launcher.start import choose_hosts
 
 GRACE_S = 5.0  # the launcher's, between SIGTERM and SIGKILL
 
@@ -123,8 +123,7 @@ def run_process(command: Sequence[str], environment: Mapping[str, str], timeout:
     if launcher == "parallel3d.launcher":
         options = cli.parse_options(arguments)
         [slots] = choose_hosts(options).values()
-        options = of_this_host(options, slots, 0)
-        number, script = options.num_workers, options.command
+        number, script = len(slots), options.command
     else:
         words = torchrun.parse_args(arguments)
         number, script = int(words.nproc_per_node), [words.training_script, *words.training_script_args]

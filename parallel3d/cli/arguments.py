@@ -47,8 +47,8 @@ def _add_config(commands: Any) -> None:
     parser.add_argument(
         "file", nargs="?", help="configuration file: JSON with comments, Hjson or YAML; or base64 of JSON"
     )
-    parser.add_argument("--world", type=int, metavar="N", help="number of ranks")
-    parser.add_argument("--pp", type=int, metavar="N", help="pipeline stages (default: pipeline.stages, or 1)")
+    parser.add_number("--world", noun="a number of ranks", help="number of ranks")
+    parser.add_number("--pp", noun="a number of stages", help="pipeline stages (default: pipeline.stages, or 1)")
     parser.add_argument(
         "--auto",
         action="append",
@@ -76,10 +76,9 @@ def _add_check(commands: Any) -> None:
     parser.add_argument(
         "--layouts", nargs="+", required=True, metavar="LAYOUT", help='such as "pp2,dp2,tp2,zero2" "pp4,zero1,zb-h1"'
     )
-    parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps (default: 3)")
-    parser.add_argument(
-        "--seed", type=int, default=1234, metavar="N", help="seed of weights, data and dropout (default: 1234)"
-    )
+    parser.add_number("--steps", noun="a number of steps", default=3, help="optimizer steps (default: 3)")
+    seed = "seed of weights, data and dropout (default: 1234)"
+    parser.add_number("--seed", noun="a seed", least=0, default=1234, help=seed)
     parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="default: float32")
     parser.add_argument(
         "--tolerance",
@@ -159,10 +158,11 @@ def _add_plan(commands: Any) -> None:
         metavar="CLUSTER",
         help='a YAML file, or hosts and GPUs such as "8xH100" and "128x8xH100" (default: the host as --measure found it)',
     )
-    option("--global-batch", type=int, metavar="N", help="samples of a step, over all ranks")
-    option("--seq", type=int, metavar="N", help="tokens of a sample (default: the most that the model takes)")
+    number = parser.add_number
+    number("--global-batch", noun="a number of samples", help="samples of a step, over all ranks")
+    number("--seq", noun="a number of tokens", help="tokens of a sample (default: the most that the model takes)")
     option("--config", metavar="FILE", help="configuration of every layout: precision, optimizer, ...")
-    option("--top", type=int, default=5, metavar="N", help="layouts to list (default: 5)")
+    number("--top", noun="a number of layouts", default=5, help="layouts to list (default: 5)")
     reserve = "of each device's memory, which a layout must leave free (default: 5%%)"
     option("--reserve", type=_share, default=0.05, metavar="SHARE", help=reserve)
     option(
@@ -241,7 +241,7 @@ def _add_kernels(commands: Any) -> None:
     )
     parser.add_argument("--config", metavar="FILE", help="the configuration that a training will have")
     for name, what in _COUNTS.items():
-        parser.add_argument(f"--{name}", type=int, metavar="N", help=what)
+        parser.add_number(f"--{name}", noun="a number of ranks", help=what)
     parser.set_defaults(run="kernels:diagnose")
 
 

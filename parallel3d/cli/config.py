@@ -32,8 +32,6 @@ def run(options: argparse.Namespace) -> int:
         print(keys_as_markdown(), end="")
     elif options.file is None or options.world is None:
         raise ConfigError("give a configuration file and --world N, the number of ranks; or --keys, or --schema")
-    elif options.world < 1 or (options.pp is not None and options.pp < 1):
-        raise ConfigError(f"--world is {options.world} and --pp is {options.pp}; give whole numbers >= 1")
     else:
         reading = read(options.file, _parse_autos(options.auto))
         show(explain(reading, options.world, options.pp))

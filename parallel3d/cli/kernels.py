@@ -18,7 +18,6 @@ from parallel3d.cli.deepspeed import who_is_deepspeed
 from parallel3d.comm.peer.streams import check_copies
 from parallel3d.comm.peer.symmetric import Unavailable, check_device, check_hosts, check_peers
 from parallel3d.config import Config, load_sections
-from parallel3d.errors import ConfigError
 from parallel3d.kernels.cuda_library import build, find_library, find_nvcc, open_library
 from parallel3d.kernels.workspace import check_kernels, check_ranks
 from parallel3d.monitor.uncompiled import describe_uncompiled
@@ -51,10 +50,6 @@ def build_kernels(options: argparse.Namespace) -> int:
 
 def diagnose(options: argparse.Namespace) -> int:
     """Run `p3d doctor`; return 1 if a kernel that the configuration turns on can't run."""
-    for name in ("tensor_parallel", "stages", "replicas"):
-        number = getattr(options, name)
-        if number is not None and number < 1:
-            raise ConfigError(f"--{name} is {number}; give a whole number >= 1")
     config = load_sections(options.config, "kernels", "pipeline", "run_record", "tensor_parallel")
     devices = max(1, torch.cuda.device_count())
     tensor_ranks = options.tensor_parallel or config.tensor_parallel.size or devices

@@ -69,8 +69,8 @@ def run(options: argparse.Namespace, process: ForkedCalls | None) -> int:
             print(path)
             print_comparison(compare(record, *predictor.predict(record, calibration)))
         return 0
-    if options.global_batch is None or options.top < 1:
-        raise ConfigError(f"--global-batch is {options.global_batch}, --top {options.top}; give numbers of 1 or more")
+    if options.global_batch is None:
+        raise ConfigError("give --global-batch N, the samples of a step over all ranks")
     fixed = None if options.explain is None else parse_layout(options.explain)
     measured = None
     if options.measure is not None:

@@ -6,6 +6,7 @@ themselves still end, by their process groups.
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import os
@@ -32,8 +33,7 @@ from parallel3d.comm.coordination import SAID_KEY, VERDICT_KEY, agents_store, ex
 from parallel3d.errors import ConfigError, ExecutionError
 from parallel3d.launcher import worker
 from parallel3d.launcher.guard import LIFELINE, follow_input, guarded
-from parallel3d.launcher.options import GRACE_S, LaunchOptions
-from parallel3d.launcher.processes import adopt_orphans, children, end_leftovers, reap
+from parallel3d.launcher.processes import GRACE_S, adopt_orphans, children, end_leftovers, reap
 from parallel3d.launcher.rendezvous import DONE, FAILED, LEFT, RUNS, OneHost, SeveralHosts
 from parallel3d.launcher.reports import RankFailure, ending, rank_failures, status_of, summary
 from parallel3d.logs import logger
@@ -200,8 +200,10 @@ def _note(rank: int, how: str, store: Store) -> None:
     store.set(exit_key(rank), how)
 
 
-def launch(options: LaunchOptions) -> int:
+def launch(options: argparse.Namespace) -> int:
     """Run the workers to their end and return the exit code of the job.
+
+    options: of the command line, and `num_workers`, `uses_gpus` and `node`, a Node if the job has several hosts, else None.
 
     It is 0, or the code of the first rank that failed (128 + N for signal N), after a summary on stderr, or 128 + N if this
     process got signal N. If it isn't 0, no process of the job is left, also where this process is killed on Linux. Raises
@@ -220,7 +222,7 @@ def launch(options: LaunchOptions) -> int:
         return _launch(options, children(), remove_later)
 
 
-def _launch(options: LaunchOptions, before: set[int], remove_later: Callable[[str], None]) -> int:
+def _launch(options: argparse.Namespace, before: set[int], remove_later: Callable[[str], None]) -> int:
     """Run the workers, and return the exit code. before: child processes that are not the workers'."""
     code = 1
     try:
@@ -239,7 +241,7 @@ def _launch(options: LaunchOptions, before: set[int], remove_later: Callable[[st
     return code
 
 
-def _run(options: LaunchOptions, spare: set[int], remove_later: Callable[[str], None]) -> int:
+def _run(options: argparse.Namespace, spare: set[int], remove_later: Callable[[str], None]) -> int:
     if options.log_dir is not None:
         try:
             os.makedirs(options.log_dir, exist_ok=True)
@@ -249,15 +251,15 @@ def _run(options: LaunchOptions, spare: set[int], remove_later: Callable[[str], 
             ) from error
     # The agent substitutes ${local_rank} in them as in a string.Template, where $$ is a dollar sign.
     command, *own = [argument.replace("$", "$$") for argument in options.command]
-    arguments = [command, *options.first_arguments, *own]
-    if not options.is_program:
-        arguments = [worker.__file__, str(os.getpid()), *(["-m"] if options.is_module else []), *arguments]
+    arguments = [command, *options.local_rank_arguments, *own]
+    if not options.no_python:
+        arguments = [worker.__file__, str(os.getpid()), *(["-m"] if options.module else []), *arguments]
     hosts = None if options.node is None else SeveralHosts.of(options.node, options.max_restarts)
     spec = WorkerSpec(
         role="worker",
         local_world_size=options.num_workers,
         rdzv_handler=hosts or OneHost(options.master_port),
-        entrypoint=arguments.pop(0) if options.is_program else sys.executable,
+        entrypoint=arguments.pop(0) if options.no_python else sys.executable,
         args=tuple(arguments),
         max_restarts=options.max_restarts,
     )
@@ -281,13 +283,13 @@ def _run_agent(agent: WorkerAgent, hosts: SeveralHosts | None) -> int:
     return code
 
 
-def _set_environment(options: LaunchOptions) -> None:
+def _set_environment(options: argparse.Namespace) -> None:
     """Set the variables that the workers inherit; the agent adds the ranks."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     os.environ.update(local_job() if options.node is None else {})
     # An empty one means nothing to OpenMP, and each worker would take all cores.
     os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // options.num_workers))
-    if options.binds_cores:
+    if options.bind_cores_to_rank or options.bind_core_list:
         os.environ[worker.BINDS_CORES] = "1"
     if options.uses_gpus:
         # As init_distributed does, which is too late for a script that uses CUDA before it.

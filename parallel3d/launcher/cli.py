@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from functools import partial
-from math import inf
 
-from parallel3d.command_line import Parser
+from parallel3d.command_line import Parser, integer
 from parallel3d.config.layout import parse_layout
 from parallel3d.errors import ConfigError, nearest
-from parallel3d.launcher.hosts import HOSTFILE, parse_range_list
-from parallel3d.launcher.options import GRACE_S, WorldSize
+from parallel3d.launcher.hosts import HOSTFILE, WorldSize, parse_range_list
+from parallel3d.launcher.processes import GRACE_S
 from parallel3d.launcher.start import start
 
 LAUNCHERS = ("ssh", "pdsh", "openmpi", "mpich", "slurm")
@@ -108,7 +106,7 @@ def launch_parser(prog: str = "parallel3d") -> Parser:
 
 def _add_hosts(parser: Parser) -> None:
     """Add the options that choose hosts and their processes."""
-    add, number = parser.add_argument, partial(_integer, noun="a number of hosts", least=1)
+    add = parser.add_argument
     count = parser.add_mutually_exclusive_group()
     count.add_argument(
         "--num_gpus",
@@ -123,16 +121,11 @@ def _add_hosts(parser: Parser) -> None:
     add("-H", "--hostfile", default=HOSTFILE, help="lines such as: worker-0 slots=4; without it: this host")
     add("-i", "--include", default="", metavar="HOSTS", help="hosts and slots to use: worker-0@worker-1:0,2")
     add("-e", "--exclude", default="", metavar="HOSTS", help="hosts and slots to leave out")
-    add("--num_nodes", type=number, metavar="N", help="the first N hosts of the hostfile")
+    parser.add_number("--num_nodes", noun="a number of hosts", help="the first N hosts of the hostfile")
     add("--ranks", metavar="FILE", help="ranks.json of `p3d plan`: hosts and devices in the order of the ranks")
     add("--master_addr", default="", help="address of the first host (default: its name)")
-    add(
-        "--master_port",
-        type=partial(_integer, noun="a port", least=0, most=65535),
-        default=0,
-        metavar="P",
-        help="port where the ranks meet (default: a free one, or 29500 where the first host is another one)",
-    )
+    port = "port where the ranks meet (default: a free one, or 29500 where the first host is another one)"
+    parser.add_number("--master_port", noun="a port", least=0, most=65535, default=0, metavar="P", help=port)
 
 
 def _add_starting(parser: Parser) -> None:
@@ -140,13 +133,10 @@ def _add_starting(parser: Parser) -> None:
     add = parser.add_argument
     add("--launcher", default="ssh", help=f"what starts the hosts: {', '.join(LAUNCHERS)} (ssh and pdsh are the same)")
     add("--launcher_args", "--launcher_arg", default="", help="further arguments of ssh, mpirun or srun")
-    add("--ssh_port", type=partial(_integer, noun="a port", least=1, most=65535), help="port of ssh")
+    parser.add_number("--ssh_port", noun="a port", most=65535, metavar="P", help="port of ssh")
     add("--no_ssh", action="store_true", help="start this host's processes alone; the command is run on each host")
-    add(
-        "--node_rank",
-        type=partial(_integer, noun="a host's index", least=0),
-        help="this host's index, with --no_ssh (default: that of Slurm or mpirun)",
-    )
+    index = "this host's index, with --no_ssh (default: that of Slurm or mpirun)"
+    parser.add_number("--node_rank", noun="a host's index", least=0, help=index)
     add("--no_ssh_check", action="store_true", help=argparse.SUPPRESS)  # DeepSpeed's: nothing is checked
     add("--force_multi", action="store_true", help="start a single host as one of several")
     add("--venv_script", help="a script that each host reads first")
@@ -161,11 +151,11 @@ def _add_processes(parser: Parser) -> None:
     add(*names, action="store_true", help="what follows is a module, as in python -m")
     add("--no_python", action="store_true", help="what follows is a program, not a Python script")
     add("--no_local_rank", action="store_true", help="don't pass --local_rank=N to the script, as `deepspeed` does")
-    add(
+    parser.add_number(
         "--max_restarts",
-        type=partial(_integer, noun="a number of restarts", least=0),
+        noun="a number of restarts",
+        least=0,
         default=0,
-        metavar="N",
         help="start all ranks again, up to N times, when one has failed or a host is lost; the script continues by "
         "engine.resume (default: 0)",
     )
@@ -190,7 +180,7 @@ def _add_processes(parser: Parser) -> None:
 def _processes(text: str) -> int:
     """Parse a number of processes, given as a number or as a layout."""
     if not text[:1].isalpha():
-        return _integer(text, "a number of processes", 1)
+        return integer("a number of processes", 1)(text)
     try:
         return WorldSize(parse_layout(text).world_size)
     except ConfigError as error:
@@ -202,10 +192,3 @@ def _cores(text: str) -> list[int]:
         return parse_range_list(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _integer(text: str, noun: str, least: int, most: float = inf) -> int:
-    if not text.isdecimal() or not least <= int(text) <= most:
-        limits = f"of at least {least}" if most == inf else f"from {least} to {most}"
-        raise argparse.ArgumentTypeError(f"{text!r} is not {noun}: give an integer {limits}")
-    return int(text)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
@@ -18,6 +19,24 @@ Slots = Mapping[str, list[int]]
 
 # No character that means something to a shell, and no "-" in front, which ssh would take for an option.
 _HOST = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
+
+
+class WorldSize(int):
+    """Number of processes of all hosts together, as a layout has it."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One of several hosts of a job.
+
+    - hosts: names of all hosts, in the order of their ranks; index: this one's.
+    - address, port: of the store where they meet, which the first host's launcher keeps.
+    """
+
+    hosts: Sequence[str]
+    index: int
+    address: str
+    port: int
 
 
 def parse_hostfile(lines: Iterable[str]) -> dict[str, int]:

@@ -19,8 +19,7 @@ from pathlib import Path
 
 from parallel3d.errors import ConfigError
 from parallel3d.launcher.guard import LIFELINE
-from parallel3d.launcher.options import GRACE_S
-from parallel3d.launcher.processes import adopt_orphans, children, end_leftovers, end_with_parent
+from parallel3d.launcher.processes import GRACE_S, adopt_orphans, children, end_leftovers, end_with_parent
 from parallel3d.logs import logger
 from parallel3d.membership import TOKEN
 

@@ -13,6 +13,9 @@ from pathlib import Path
 
 from parallel3d.logs import logger
 
+GRACE_S = 5
+"""Seconds between asking a worker to end and killing it."""
+
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 

@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from parallel3d.errors import ConfigError, ExecutionError
-from parallel3d.launcher.options import Node
+from parallel3d.launcher.hosts import Node
 
 ADDRESS = "127.0.0.1"
 _RENDEZVOUS_TIMEOUT_S = 60

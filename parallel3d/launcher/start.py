@@ -12,9 +12,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from parallel3d.errors import ConfigError
-from parallel3d.launcher.hosts import HOSTFILE, parse_hostfile, parse_named, parse_resource_filter, read_ranks
+from parallel3d.launcher.hosts import (
+    HOSTFILE,
+    Node,
+    WorldSize,
+    parse_hostfile,
+    parse_named,
+    parse_resource_filter,
+    read_ranks,
+)
 from parallel3d.launcher.nodes import LOCAL, PORT, address_of, is_local, launch_nodes
-from parallel3d.launcher.options import LaunchOptions, Node, WorldSize
 from parallel3d.logs import logger
 
 
@@ -100,8 +107,7 @@ def _without_hostfile(options: argparse.Namespace) -> dict[str, list[int]]:
 def _launch_here(options: argparse.Namespace, slots: list[int], node: Node | None) -> int:
     """Run this host's processes on its slots, of the devices and cores that are its own."""
     devices = count_devices()
-    launched = of_this_host(options, slots, devices, node)
-    if launched.uses_gpus:
+    if uses_gpus := check_devices(options, slots, devices):
         names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(devices)))).split(",")
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[slot] for slot in slots)
     elif options.num_procs is None and len(slots) > 1:
@@ -110,15 +116,13 @@ def _launch_here(options: argparse.Namespace, slots: list[int], node: Node | Non
         os.sched_setaffinity(0, options.bind_core_list)
     from parallel3d.launcher.agent import launch  # it imports torch
 
-    return launch(launched)
+    return launch(argparse.Namespace(**vars(options), num_workers=len(slots), uses_gpus=uses_gpus, node=node))
 
 
-def of_this_host(
-    options: argparse.Namespace, slots: list[int], devices: int, node: Node | None = None
-) -> LaunchOptions:
-    """Return what this host runs on its slots. Raises ConfigError if it has too few devices.
+def check_devices(options: argparse.Namespace, slots: list[int], devices: int) -> bool:
+    """Return whether the processes of this host's slots use its devices. Raises ConfigError if it has too few.
 
-    devices: the number of CUDA devices of this host; node: its place, if the job has several hosts.
+    devices: the number of CUDA devices of this host.
     """
     if not (options.module or options.no_python or os.path.exists(options.user_script)):
         raise ConfigError(f"there is no script {options.user_script!r} in {os.getcwd()}")
@@ -132,19 +136,7 @@ def of_this_host(
             f"{asked}, but the number of CUDA devices present is {devices} (CUDA_VISIBLE_DEVICES is {visible}). Ask for no "
             f"more, or for CPU processes with --num_procs {len(slots)}."
         )
-    return LaunchOptions(
-        len(slots),
-        on_gpus,
-        options.command,
-        is_module=options.module,
-        master_port=options.master_port,
-        log_dir=options.log_dir,
-        max_restarts=options.max_restarts,
-        is_program=options.no_python,
-        first_arguments=options.local_rank_arguments,
-        binds_cores=options.bind_cores_to_rank or bool(options.bind_core_list),
-        node=node,
-    )
+    return on_gpus
 
 
 def _index(options: argparse.Namespace, hosts: Mapping[str, list[int]]) -> int:

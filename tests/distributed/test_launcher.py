@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import pty
@@ -22,7 +23,6 @@ from warm import WarmProcess
 
 from parallel3d.launcher import agent, cli, worker
 from parallel3d.launcher.agent import rank_failures, summary
-from parallel3d.launcher.options import LaunchOptions
 
 REPO = Path(__file__).parents[2]
 TIMEOUT_S = 60
@@ -184,7 +184,7 @@ def test_a_wrong_command_line_is_explained(
 def test_number_of_processes(
     argv: list[str], num_devices: int, num_workers: int, uses_gpus: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launched: list[LaunchOptions] = []
+    launched: list[argparse.Namespace] = []
     monkeypatch.setattr(agent, "launch", launched.append)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_devices))))

@@ -136,7 +136,6 @@ def _leaves(tree, path):
     [
         ([], "give a configuration file and --world N"),
         (["c.json"], "give a configuration file and --world N"),
-        (["c.json", "--world", "0"], "--world is 0"),
         (["no.json", "--world", "1"], "no configuration file no.json"),
         (
             ["c.json", "--world", "1", "--auto", "lr"],

@@ -201,4 +201,6 @@ def test_the_exit_code_is_1_where_what_is_asked_for_is_off(
         text = capsys.readouterr().out
         assert ("on 4 hosts" in text) == (sizes == 8)
         assert "2 x H100" in text
-    assert main(["doctor", "--config", str(path), "--tensor_parallel", "0"]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["doctor", "--config", str(path), "--tensor_parallel", "0"])
+    assert "'0' is not a number of ranks: give an integer of at least 1" in capsys.readouterr().err

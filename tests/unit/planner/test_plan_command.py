@@ -155,7 +155,7 @@ def test_where_nothing_fits_the_remedy_is_printed(tmp_path, capsys) -> None:
     [
         ("--cluster 4xH200 --global-batch 16", "give --model"),
         ("--model gpt2 --global-batch 16", "give --cluster"),
-        ("--model gpt2 --cluster 4xH200", "--global-batch is None"),
+        ("--model gpt2 --cluster 4xH200", "give --global-batch N"),
         ("--model gpt2 --cluster 0xH200 --global-batch 16", "no GPUs"),
         ("--model gpt2 --cluster 4xH2000 --global-batch 16", "H200"),
         ("--model gtp2 --cluster 4xH200 --global-batch 16", "gpt2"),
