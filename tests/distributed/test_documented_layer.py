@@ -1,4 +1,4 @@
-"""The tensor-parallel layer of docs/training.md, run as printed there, trains as the plain layer does."""
+"""The tensor-parallel layer of docs/tensor_parallelism.md, run as printed there, trains as the plain layer does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from parallel3d import DeepSpeedEngine as Engine
 from parallel3d.pipe import LayerSpec, PipelineModule
 from parallel3d.tensor_parallel import gather_sequence, scatter_sequence
 
-GUIDE = Path(__file__).parents[2] / "docs" / "training.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "tensor_parallelism.md"
 BASE_SEED, STEPS, RATE = 5, 3, 0.1
 # A slice group of 2 divides neither the sequence nor the inner size.
 SAMPLES, SEQ, HIDDEN, INNER = 2, 7, 16, 23
