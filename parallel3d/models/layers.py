@@ -1,4 +1,4 @@
-"""Base class of a decoder's layers, and the layers at its ends: embedding, final norm, head. Blocks are in blocks.py."""
+"""Layers of a decoder but its blocks, which are in blocks.py: their base class and sharding, embedding, final norm and head."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -15,15 +14,19 @@ from torch import Tensor, nn
 
 from parallel3d.autograd.split_backward import has_hooks
 from parallel3d.checkpoint.export import LayerNames
+from parallel3d.comm.collectives import Group
 from parallel3d.errors import DataError
 from parallel3d.kernels.rms_norm import rms_norm
 from parallel3d.models.config import DecoderConfig
 from parallel3d.models.huggingface.config import config_json
 from parallel3d.models.huggingface.weights import Part, Weights, load_layer, load_layer_later, names_of
-from parallel3d.models.loss import Sharding, SlicedLogits, fill_whole
+from parallel3d.models.loss import SlicedLogits
 from parallel3d.models.tables import Tables
+from parallel3d.parameters import slicing_of, whole_shape
 from parallel3d.specs import BuildContext
+from parallel3d.tensor_parallel.dropout import SequenceDropout
 from parallel3d.tensor_parallel.linear import ColumnParallelLinear
+from parallel3d.tensor_parallel.regions import scatter_sequence, slicing_group, sum_gradients_over
 from parallel3d.tensor_parallel.vocabulary import VocabParallelEmbedding
 
 
@@ -54,6 +57,57 @@ def open_stream(x: Travels) -> Stream:
 def close_stream(x: Stream) -> Travels:
     """Return a Stream in the form that travels."""
     return x.hidden if all(other is None for other in x[1:]) else x
+
+
+class Dropout(nn.Dropout):
+    """nn.Dropout of replicated hidden states, called like SequenceDropout."""
+
+    def forward(self, input: Tensor, length: int | None = None) -> Tensor:
+        """Run nn.Dropout; the length isn't needed."""
+        return super().forward(input)
+
+
+class Sharding:
+    """Sharding of the layers that a rank builds over its tensor-parallel group.
+
+    With sequence parallelism hidden states between regions are shards [batch, ceil(seq / tp), hidden], and the layers at the
+    boundary of a region are given the length of the whole sequence.
+
+    - context: of the build; without one, the group is this rank alone.
+    """
+
+    def __init__(self, context: BuildContext | None):
+        self.group: Group = slicing_group(None, context)
+        self.sequence_parallel = context is not None and context.sequence_parallel and self.group.size > 1
+        self.layout_independent = context is not None and context.layout_independent
+
+    @property
+    def of_linears(self) -> dict[str, Any]:
+        """Arguments of tensor-parallel layers at the boundary of a region."""
+        return {"sequence_parallel": self.sequence_parallel, "group": self.group}
+
+    @property
+    def of_dropout(self) -> dict[str, Any]:
+        """Arguments of dropout of sharded tensors."""
+        return {"layout_independent": self.layout_independent, "group": self.group}
+
+    def dropout(self, rate: float) -> nn.Module:
+        """Return dropout between regions; called with its input and the length of the whole sequence."""
+        return SequenceDropout(rate, **self.of_dropout) if self.sequence_parallel else Dropout(rate)
+
+    def norm(self, norm: nn.Module) -> nn.Module:
+        """Return a norm, which now normalizes hidden states between regions."""
+        if self.sequence_parallel:
+            sum_gradients_over(norm.parameters(), self.group)
+        return norm
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """Return replicated hidden states as those between regions."""
+        return scatter_sequence(x, self.group) if self.sequence_parallel else x
+
+    def length(self, seq: int) -> int | None:
+        """Return the sequence length that travels with hidden states between regions, or None."""
+        return seq if self.sequence_parallel else None
 
 
 class KeyValues:
@@ -147,7 +201,12 @@ class DecoderLayer(nn.Module, ABC):
             else:
                 into_stream = config.depth_scaled_init and name.startswith(("attention_out", "down"))
                 std = config.init_std / math.sqrt(2 * config.num_layers) if into_stream else config.init_std
-                fill_whole(parameter, partial(torch.Tensor.normal_, std=std))
+                slicing = slicing_of(parameter)
+                if slicing is None:
+                    parameter.normal_(std=std)
+                else:  # the whole is drawn: weights don't depend on the sharding
+                    whole = torch.empty(whole_shape(parameter), dtype=parameter.dtype, device=parameter.device)
+                    parameter.copy_(slicing.part_of(whole.normal_(std=std)))
 
 
 class PlusOneNorm(nn.RMSNorm):
