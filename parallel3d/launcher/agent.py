@@ -242,6 +242,7 @@ def _launch(options: argparse.Namespace, before: set[int], remove_later: Callabl
 
 
 def _run(options: argparse.Namespace, spare: set[int], remove_later: Callable[[str], None]) -> int:
+    """Run the agent to its end, say what has failed, and return the exit code."""
     if options.log_dir is not None:
         try:
             os.makedirs(options.log_dir, exist_ok=True)
@@ -269,18 +270,14 @@ def _run(options: argparse.Namespace, spare: set[int], remove_later: Callable[[s
             remove_later(folder)
         logs = DefaultLogsSpecs(folder, tee=Std.ALL if options.log_dir else Std.NONE)
         try:
-            return _run_agent(WorkerAgent(spec, logs, spare, hosts), hosts)
+            agent = WorkerAgent(spec, logs, spare, hosts)
+            code = agent.status(agent.report()) if agent.run().is_failed() else 0
+            if hosts is not None and not hosts.is_cut_off:
+                hosts.leave(FAILED if code else LEFT)
+            return code
         finally:
             if hosts is not None:
                 hosts.rest()
-
-
-def _run_agent(agent: WorkerAgent, hosts: SeveralHosts | None) -> int:
-    """Run the agent to its end, say what has failed, and return the exit code."""
-    code = agent.status(agent.report()) if agent.run().is_failed() else 0
-    if hosts is not None and not hosts.is_cut_off:
-        hosts.leave(FAILED if code else LEFT)
-    return code
 
 
 def _set_environment(options: argparse.Namespace) -> None:
