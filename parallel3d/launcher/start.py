@@ -100,6 +100,11 @@ def _without_hostfile(options: argparse.Namespace) -> dict[str, list[int]]:
             )
         return {f"node-{index}": every for index in range(options.num_nodes)}
     if options.hostfile not in ("", HOSTFILE):
+        if options.prog == "parallel3d":
+            raise ConfigError(
+                f"there is no hostfile {options.hostfile!r} in {os.getcwd()}; correct --hostfile, or leave it out for this host"
+            )
+        # As DeepSpeed's command does.
         logger.warning("%s: there is no hostfile %r; this host is used", options.prog, options.hostfile)
     return {LOCAL: every}
 

@@ -390,15 +390,15 @@ def test_log_dir_keeps_each_ranks_output(tmp_path: Path) -> None:
 
 
 def test_a_program_that_is_not_pythons(tmp_path: Path) -> None:
-    """An empty OMP_NUM_THREADS counts as none, and a hostfile that is missing as one of this host."""
-    command = ["-H", "missing", "--num_procs", "2", "--save_pid", "--no_python"]
+    """An empty OMP_NUM_THREADS counts as none."""
+    command = ["--num_procs", "2", "--save_pid", "--no_python"]
     words = 'echo "$RANK $OMP_NUM_THREADS $(cat "$0/$PPID.deepspeed") $1"'
     program = ["sh", "-c", words, tempfile.gettempdir(), "$x ${local_rank}"]
     process = WarmProcess(tmp_path, environment_in(tmp_path) | {"OMP_NUM_THREADS": ""}, *REAL, *command, *program)
     out, err = process.communicate(timeout=TIMEOUT_S)
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     assert sorted(out.splitlines()) == [f"{rank} {threads} {process.pid} $x ${{local_rank}}" for rank in (0, 1)]
-    assert (process.returncode, err) == (0, "parallel3d: there is no hostfile 'missing'; this host is used\n")
+    assert (process.returncode, err) == (0, "")
     assert not Path(tempfile.gettempdir(), f"{process.pid}.deepspeed").exists()
 
 

@@ -73,11 +73,16 @@ def test_options_choose_hosts_and_slots(tmp_path: Path, monkeypatch: pytest.Monk
         "-H hosts --num_nodes 1 --num_gpus 2": {"b": [0, 1]},
         "-H hosts --num_accelerators 1": {"b": [0], "a": [0]},
         "-H hosts --num_procs dp6": {"b": [0, 1, 2], "a": [0, 1, 2]},
-        "-H missing": {"localhost": [0, 1, 2]},
         "--include localhost:2": {"localhost": [2]},
         "--no_ssh --num_nodes 2 --master_addr b": {"node-0": [0, 1, 2], "node-1": [0, 1, 2]},
     }.items():
         assert list(choose_hosts(cli.parse_options([*words.split(), "s.py"], prog)).items()) == list(hosts.items())
+    options = cli.parse_options(["-H", "missing", "s.py"], prog)
+    if prog == "parallel3d":  # training on one host alone would be a surprise
+        with pytest.raises(ConfigError, match=f"no hostfile 'missing' in {tmp_path}; correct --hostfile"):
+            choose_hosts(options)
+    else:
+        assert choose_hosts(options) == {"localhost": [0, 1, 2]}
 
 
 def test_a_dry_run_tells_the_processes_of_this_host(capsys: pytest.CaptureFixture[str]):
