@@ -158,6 +158,7 @@ _IMPLIED: dict[type[torch.optim.Optimizer], dict[str, bool | None]] = {
 }
 _ONE_BIT = "it is an argument of the 1-bit optimizers, which are not yet supported; drop it"
 _REMEDIES = {
+    "learning_rate": "its name is 'lr'",
     "max_grad_norm": "set gradient_clipping, at the top level of the configuration",
     **dict.fromkeys(("freeze_step", "var_freeze_step", "cuda_aware", "comm_backend_name"), _ONE_BIT),
 }
