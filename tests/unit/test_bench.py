@@ -255,10 +255,17 @@ def test_markdown_table_replaces_its_section_alone():
         insert(page, "z", table)
 
 
-# Sections that show some cases of a run only: newer runs replace the others.
+# Sections that show some cases of a run only: newer runs replace the others, or other sections show them.
 SHOWN = {
     "final-dp4": ["dp4-zero1-bf16acc-compile-cudnn", "ds-dp4-zero1"],
     "1b-eager": ["pp1-bf16acc-cudnn", "plain-pp1-cudnn"],
+    "pp2dp2-zero3": ["pp2dp2-zero2-bf16acc-compile-cudnn", "pp2dp2-zero3-bf16acc-compile-cudnn"],
+    "pp4-fp8": ["pp4-auto4-compile-cudnn-half-profile-bf16acc-fp8"],
+}
+# Sections without peers, and the case that they compare with.
+BASELINES = {
+    "pp2dp2-zero3": "pp2dp2-zero2-bf16acc-compile-cudnn",
+    "dp4-zero3-limited": "dp4-zero2-bf16acc-permicro-compile-cudnn",
 }
 
 
@@ -271,7 +278,9 @@ def test_tables_of_the_pages_are_those_of_the_results():
     assert len(sections) >= 16
     for name, text in sections:
         date = text[:10]
-        made = [make_section(selected(run, SHOWN.get(name, []))) for run in runs if run["date"].startswith(date)]
+        baselines = [BASELINES[name]] if name in BASELINES else []
+        shown = [selected(run, SHOWN.get(name, [])) for run in runs if run["date"].startswith(date)]
+        made = [make_section(run, baselines) for run in shown]
         assert text in made, name
 
 
