@@ -17,6 +17,7 @@ from parallel3d.comm.environment import init_distributed, local_device
 from parallel3d.config import BatchSizes, Config, batch_sizes, leaves_open, load
 from parallel3d.deepspeed.accessors import DeepSpeedEngine, PipelineEngine
 from parallel3d.deepspeed.arguments import find_config, known_values
+from parallel3d.deepspeed.checkpointing import follow_captures
 from parallel3d.errors import ConfigError
 from parallel3d.models.huggingface.in_place import groups_of, tp_model_init
 from parallel3d.models.huggingface.meta import read_when_needed
@@ -134,6 +135,7 @@ def _as_pipeline(model: nn.Module, config: Config) -> PipelineModule:
             "tensor-parallel ranks; set tensor_parallel.size in the configuration that it is built with, instead"
         )
     _check_module(model, config)
+    follow_captures(model.groups.own_streams)
     if not isinstance(model, SingleStageModule):
         _set_recomputation(model, config)
     return model

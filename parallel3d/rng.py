@@ -88,10 +88,11 @@ class RandomStreams:
 
     - seed: a tuple of integers, the same on all ranks.
     - device: whose generator is seeded besides the CPU's.
+    - own_streams: those of this rank's shards, which begin anew in each layer.
     """
 
-    def __init__(self, seed: tuple[int, ...], device: torch.device):
-        self._seed, self._device = seed, device
+    def __init__(self, seed: tuple[int, ...], device: torch.device, own_streams: OwnStreams):
+        self._seed, self._device, self._own_streams = seed, device, own_streams
         self._generators = _generators(device)
 
     def state_dict(self) -> dict[str, list[int]]:
@@ -107,7 +108,7 @@ class RandomStreams:
         return partial(self._enter, step, micro_batch)
 
     def _enter(self, step: int, micro_batch: int, layer: int) -> None:
-        OWN_STREAMS.enter_layer()
+        self._own_streams.enter_layer()
         seed = stream_seed(*self._seed, step, micro_batch, layer)
         for generator in self._generators:
             generator.manual_seed(seed)
@@ -128,28 +129,24 @@ class Capture(Protocol):
 
 
 class OwnStreams:
-    """Streams that this rank's shards draw from in the layer that runs. One a process, as torch's default generators.
+    """Random streams of this rank's shards of tensors, in the layer that runs. The groups of a model have one object of them.
 
-    most: the most that a layer has begun.
+    - most: the most that a layer has begun.
+    - capture: the capture of a CUDA graph that is under way, or None.
     """
 
     def __init__(self) -> None:
         self.most = self._number = 0
-        self._capture: Capture | None = None
-
-    @property
-    def capture(self) -> Capture | None:
-        """The capture under way."""
-        return self._capture
+        self.capture: Capture | None = None
 
     @contextmanager
     def captured(self, capture: Capture) -> Iterator[None]:
         """Let a capture begin the streams in this context."""
-        self._capture = capture
+        self.capture = capture
         try:
             yield
         finally:
-            self._capture = None
+            self.capture = None
 
     def enter_layer(self) -> None:
         """Count the streams of another layer from now on."""
@@ -159,8 +156,8 @@ class OwnStreams:
         """Draw the numbers of shard `index` from now on, until the result is called."""
         number = self._number
         self._number = number + 1
-        if self._capture is not None:
-            return self._capture.begin_own(number, index)
+        if self.capture is not None:
+            return self.capture.begin_own(number, index)
         self.most = max(self.most, self._number)
         seed = own_seed(index)
         states = [(generator, generator.get_state()) for generator in _generators(device)]
@@ -173,28 +170,14 @@ class OwnStreams:
 
         return end
 
-
-OWN_STREAMS = OwnStreams()
-
-
-@contextmanager
-def own_stream(index: int, size: int, device: torch.device) -> Iterator[None]:
-    """Draw different numbers for each shard of a tensor in the block; after it all ranks continue with equal generators.
-
-    Without it all shards of a tensor would get the same dropout mask. With `size` 1 numbers are those of an unsharded tensor;
-    otherwise the mask depends on `size`.
-
-    - index, size: of this rank's shard, and the number of shards.
-    - device: of what is drawn.
-    """
-    if size == 1:
-        yield
-        return
-    end = OWN_STREAMS.begin(index, device)
-    try:
-        yield
-    finally:
-        end()
+    @contextmanager
+    def drawing(self, index: int, device: torch.device) -> Iterator[None]:
+        """Draw the numbers of shard `index` in this context; see `begin`."""
+        end = self.begin(index, device)
+        try:
+            yield
+        finally:
+            end()
 
 
 def own_seed(index: int) -> int:
@@ -205,19 +188,19 @@ def own_seed(index: int) -> int:
 
 
 class OwnStream:
-    """`own_stream` for shard `index` of several, begun and ended by forward hooks and pre-hooks of modules, in training.
+    """`OwnStreams.drawing` for shard `index`, begun and ended by forward hooks and pre-hooks of modules, in training.
 
     A begin without an end (a recomputation that stops early) has no effect afterwards.
     """
 
-    def __init__(self, index: int):
-        self._index = index
+    def __init__(self, streams: OwnStreams, index: int):
+        self._streams, self._index = streams, index
         self._end: Callable[[], object] | None = None
 
     def begin(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any = None) -> None:
         """Draw from the shard's own stream from now on."""
         if module.training:
-            self._end = OWN_STREAMS.begin(self._index, args[0].device)
+            self._end = self._streams.begin(self._index, args[0].device)
 
     def end(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         """Draw from the common stream again."""

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from parallel3d.errors import ExecutionError
-from parallel3d.rng import OWN_STREAMS
+from parallel3d.rng import OwnStreams
 
 
 def _storages(tree: Any) -> list[int]:
@@ -98,7 +98,8 @@ class Tape(TorchDispatchMode):
 class TapedGraphs:
     """Stand-in of CudaGraphs."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, own_streams: OwnStreams):
+        self._own_streams = own_streams
         self._seeds: dict[int, int] = {}
         self._strays: list[bool] = []
 
@@ -112,7 +113,7 @@ class TapedGraphs:
     def capture(self, layers: Sequence[int]) -> Iterator[Tape]:
         """Record what the block runs."""
         self._tape, self._host = Tape(), torch.get_rng_state()
-        with self._tape, OWN_STREAMS.captured(self):
+        with self._tape, self._own_streams.captured(self):
             yield self._tape
         self._tape.undo()
         torch.set_rng_state(self._host)
@@ -123,7 +124,7 @@ class TapedGraphs:
 
     def begin_own(self, number: int, index: int) -> Callable[[], None]:
         ends: list[Callable[[], object]] = []
-        self._tape.call(lambda: ends.append(OWN_STREAMS.begin(index, torch.device("cpu"))))
+        self._tape.call(lambda: ends.append(self._own_streams.begin(index, torch.device("cpu"))))
         return lambda: self._tape.call(lambda: ends.pop()())
 
     @contextmanager

@@ -23,7 +23,7 @@ from parallel3d.comm.clock import Clock, clock_of
 from parallel3d.comm.transfers import Copy, Transfers
 from parallel3d.config import SELECTIVE, ActivationCheckpointingConfig, RecomputationPolicy
 from parallel3d.errors import ExecutionError
-from parallel3d.rng import OWN_STREAMS
+from parallel3d.rng import Capture
 
 # Marks kept before they are read: with `profile`, if `times` is never called, the host waits once per this number of regions.
 _MOST_MARKS = 4096
@@ -51,7 +51,8 @@ class Checkpointer:
 
     Non-reentrant, on any device: arguments and results are any pytrees, with or without gradients. Random states, of the
     CPU and of the current GPU, are restored for the recomputation, and so is autocast. With `cpu_checkpointing` the
-    arguments wait in pinned host memory. transfers: copies to and from the host.
+    arguments wait in pinned host memory. transfers: copies to and from the host. capture: returns the capture of a CUDA graph
+    that is under way, or None.
 
     A CUDA graph can't restore a random state: where one is captured, a function that draws random numbers is an error.
     """
@@ -61,10 +62,11 @@ class Checkpointer:
         settings: ActivationCheckpointingConfig | None = None,
         clock: Clock | None = None,
         transfers: Transfers | None = None,
+        capture: Callable[[], Capture | None] = lambda: None,
     ):
         self.settings = settings or ActivationCheckpointingConfig()
         self._offload = HostOffload(transfers or Transfers()) if self.settings.cpu_checkpointing else None
-        self._clock = clock
+        self._clock, self._capture = clock, capture
         self._marks: list[tuple[bool, Any, Any]] = []
         self._times = RecomputationTimes()
 
@@ -89,8 +91,8 @@ class Checkpointer:
         ran = False
         contexts = selective_contexts(policy == "cheap") if policy in SELECTIVE else None
         again: Callable[[], AbstractContextManager[None]] = nullcontext
-        if restores and not torch.compiler.is_compiling() and OWN_STREAMS.capture is not None:
-            restores, again = False, OWN_STREAMS.capture.without_draws
+        if restores and not torch.compiler.is_compiling() and (capture := self._capture()) is not None:
+            restores, again = False, capture.without_draws
 
         def region(*leaves: Any) -> Any:
             nonlocal ran

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, cast
@@ -16,6 +16,7 @@ from parallel3d.activity import Activity, Waiting
 from parallel3d.comm.log import LOG
 from parallel3d.comm.values import dump, load
 from parallel3d.operators import Numbers
+from parallel3d.rng import OwnStreams
 
 
 class AllReduceKernel(Protocol):
@@ -75,6 +76,7 @@ class Group:
 
     - handle: torch's process group; None for a group of one.
     - activity: records what this process waits for.
+    - own_streams: random streams of this rank's shards.
     - number: in GROUPS, for operators of compiled graphs.
     - all_reduce_kernel, reduce_scatter_kernel, shard_messages: replacements of the backend, if an engine has opened them for
       this group (by the `use_` methods).
@@ -83,6 +85,7 @@ class Group:
     ranks: tuple[int, ...]
     handle: dist.ProcessGroup | None
     activity: Activity = field(default_factory=Activity, compare=False, repr=False, kw_only=True)
+    own_streams: OwnStreams = field(default_factory=OwnStreams, compare=False, repr=False, kw_only=True)
     all_reduce_kernel: AllReduceKernel | None = field(default=None, init=False, compare=False, repr=False)
     reduce_scatter_kernel: ReduceScatterKernel | None = field(default=None, init=False, compare=False, repr=False)
     shard_messages: ShardMessages | None = field(default=None, init=False, compare=False, repr=False)
@@ -115,6 +118,14 @@ class Group:
     def waiting(self, what: str, ranks: tuple[int, ...] | None = None) -> Waiting:
         """Return a wait to record as activity: for `what`, in words, and for `ranks` (default: all of the group)."""
         return Waiting(self.activity, what, self.ranks if ranks is None else ranks)
+
+    def own_stream(self, device: torch.device) -> AbstractContextManager[None]:
+        """Return a context in which each rank draws other numbers on `device`; after it all go on with equal generators.
+
+        Without it all shards of a tensor would get the same dropout mask. In a group of one, numbers are those of an unsharded
+        tensor; otherwise they depend on the number of ranks.
+        """
+        return nullcontext() if self.size == 1 else self.own_streams.drawing(self.index, device)
 
     def __deepcopy__(self, memo: Any) -> Group:
         """Return this group: a copy of a layer communicates with the same ranks."""

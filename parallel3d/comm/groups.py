@@ -19,6 +19,7 @@ from parallel3d.comm.environment import get_world_size, init_distributed
 from parallel3d.comm.topology import ProcessTopology, pipelines_of
 from parallel3d.errors import CommunicationError, TopologyError
 from parallel3d.membership import PROOF_BYTES, TOKEN, proof
+from parallel3d.rng import OwnStreams
 
 
 class ProcessGroups:
@@ -27,6 +28,7 @@ class ProcessGroups:
     - world: all ranks; control: all ranks, on the CPU, for the few integers that ranks agree on before a batch.
     - pipe, data, model: the ranks along each axis, this one included.
     - activity: records what this process does, for all of its groups.
+    - own_streams: random streams of this rank's shards, for all of its groups.
 
     Raises TopologyError if the topology doesn't fit the world.
     """
@@ -42,14 +44,14 @@ class ProcessGroups:
                 f"the topology {sizes} = {topology.world_size()} ranks does not fit a world of {world_size}; "
                 f"start {topology.world_size()} processes or change the axes"
             )
-        self.activity = Activity()
+        self.activity, self.own_streams = Activity(), OwnStreams()
         self._mapped = WeakIdKeyDictionary()
         everyone = tuple(range(world_size))
         handles = (None, None) if world_size == 1 else (dist.group.WORLD, dist.new_group(backend="gloo"))
         for handle in handles:
             if handle is not None and dist.get_backend(handle) == "gloo":
                 prove_membership(handle)
-        self.world, self.control = (Group(everyone, handle, activity=self.activity) for handle in handles)
+        self.world, self.control = (self._group(everyone, handle) for handle in handles)
         self.pipe = self._axis("pipe")
         self.data = self._axis("data")
         self.model = self._axis("model")
@@ -101,12 +103,15 @@ class ProcessGroups:
             if self.rank in ranks:
                 if "gloo" in (backend, self.backend):
                     prove_membership(handle)
-                mine = Group(ranks, handle, activity=self.activity)
+                mine = self._group(ranks, handle)
         return mine
 
     def alone(self) -> Group:
         """Return the group of this rank alone."""
-        return Group((self.rank,), None, activity=self.activity)
+        return self._group((self.rank,), None)
+
+    def _group(self, ranks: tuple[int, ...], handle: dist.ProcessGroup | None) -> Group:
+        return Group(ranks, handle, activity=self.activity, own_streams=self.own_streams)
 
     def unsliced(self) -> ProcessGroups:
         """Return these groups for layers that are not sharded: the tensor-parallel group has only this rank."""
@@ -123,7 +128,7 @@ class ProcessGroups:
         groups = cls.__new__(cls)
         groups.topology = ProcessTopology(["pipe", "data", "model"], [1, 1, tensor_ranks])
         groups.rank = 0
-        groups.activity = Activity()
+        groups.activity, groups.own_streams = Activity(), OwnStreams()
         groups.pipe = groups.data = alone = Group((0,), None)
         groups.model = ImaginedGroup(tensor_ranks, note) if tensor_ranks > 1 else alone
         groups.world = groups.control = groups.model

@@ -6,22 +6,34 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from parallel3d.autograd.recomputation import Checkpointer, RecomputationTimes
 from parallel3d.config import Config, load, load_sections
+from parallel3d.rng import Capture, OwnStreams
 
 __all__ = ["checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset", "times"]
 
 
+def _capture() -> Capture | None:
+    return next((streams.capture for streams in _process.own_streams if streams.capture is not None), None)
+
+
 @dataclass
 class _Process:
-    checkpointer: Checkpointer = field(default_factory=Checkpointer)
+    checkpointer: Checkpointer = field(default_factory=lambda: Checkpointer(capture=_capture))
     is_configured: bool = False
+    own_streams: WeakSet[OwnStreams] = field(default_factory=WeakSet)  # of the engines' groups
 
 
 # One object for the process, because layers call `checkpoint` without knowing an engine. It is the package's only
 # global that changes: DeepSpeed's functions require it. A PipelineModule has a Checkpointer of its own.
 _process = _Process()
+
+
+def follow_captures(own_streams: OwnStreams) -> None:
+    """Let `checkpoint` know of CUDA graphs that are captured with these streams: in them it can't restore random states."""
+    _process.own_streams.add(own_streams)
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -58,7 +70,8 @@ def configure(
     config = load_sections(deepspeed_config, "activation_checkpointing")
     section = config.activation_checkpointing.model_dump(exclude_none=True)
     section.update({key: value for key, value in given.items() if value is not None})
-    _process.checkpointer = Checkpointer(load({"activation_checkpointing": section}).activation_checkpointing)
+    settings = load({"activation_checkpointing": section}).activation_checkpointing
+    _process.checkpointer = Checkpointer(settings, capture=_capture)
     _process.is_configured = True
 
 

@@ -74,7 +74,7 @@ class Engine:
         self.pipeline_module, self.process_groups = model, model.groups
         self.progress = progress = StepProgress()
         self.data = TrainingData(model, batch_sizes, data_iterator)
-        checkpointer = Checkpointer(config.activation_checkpointing)
+        checkpointer = Checkpointer(config.activation_checkpointing, capture=lambda: model.groups.own_streams.capture)
         model.use_checkpointer(checkpointer)
         precision = make_precision(config)
         numerics = None

@@ -83,7 +83,7 @@ class BatchRunner:
         own = _Rank(torch.initial_seed(), update.reducer.num_buckets(), sizes, uses, most_live)
         everyone: list[_Rank] = all_gather_object(own, model.groups.control)
         # Rank 0's seed is used, so that a script which seeds each rank differently draws the same numbers in every layout.
-        self.streams = RandomStreams((config.seed, everyone[0].seed), model.device)
+        self.streams = RandomStreams((config.seed, everyone[0].seed), model.device, model.groups.own_streams)
         # Only of this rank's pipeline: other tensor-parallel ranks may have parameters of other sizes, and so other numbers.
         pipeline = [everyone[rank] for rank in model.groups.pipe.ranks]
         num_buckets = {owners: n for rank in pipeline for owners, n in rank.num_buckets.items()}
@@ -242,7 +242,7 @@ def _executor_kind(config: Config, model: PipelineModule, policy: ZeroPolicy, fp
         return Executor
     try:
         check_cuda_graphs(config, model, policy)
-        return partial(GraphedExecutor, CudaGraphs(model.device), fp8.cast_weights)
+        return partial(GraphedExecutor, CudaGraphs(model.device, model.groups.own_streams), fp8.cast_weights)
     except ConfigError:
         if measured:
             return Executor

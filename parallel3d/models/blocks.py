@@ -33,7 +33,6 @@ from parallel3d.models.layers import (
     open_stream,
 )
 from parallel3d.models.tables import Tables, combined
-from parallel3d.rng import own_stream
 from parallel3d.specs import LayerSpec, TiedLayerSpec
 from parallel3d.tensor_parallel.dropout import SlicedDropout
 from parallel3d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, column_outputs
@@ -195,8 +194,7 @@ class Attention(_Residual):
     def _mix_with_dropout(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         if self._sharding.layout_independent:
             return attend(query, key, value, mask, self.attention_dropout)
-        group = self._sharding.group
-        with own_stream(group.index, group.size, query.device):  # each rank draws for its own heads
+        with self._sharding.group.own_stream(query.device):  # each rank draws for its own heads
             return _mix(query, key, value, mask, self.config.attention_dropout)
 
 

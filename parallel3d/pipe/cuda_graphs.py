@@ -14,7 +14,7 @@ from parallel3d.comm.environment import reset_before_destroy
 from parallel3d.config import Config
 from parallel3d.errors import ConfigError, ExecutionError
 from parallel3d.pipe.module import PipelineModule
-from parallel3d.rng import OWN_STREAMS, own_seed
+from parallel3d.rng import OwnStreams, own_seed
 from parallel3d.zero.policy import ZeroPolicy
 
 REMEDY = "set compile.cuda_graphs to false"
@@ -55,13 +55,14 @@ class CudaGraphs:
     synchronize the two, since it computes each gradient on the stream on which its node was made.
 
     A graph can't seed a generator. A layer draws from states of its own instead, which are seeded before each replay: one in
-    common with other tensor-parallel ranks, and one for each stream of the rank's shards (rng.OwnStreams).
+    common with other tensor-parallel ranks, and one for each of own_streams.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, own_streams: OwnStreams):
         if device.type != "cuda":
             raise ConfigError(f"compile.cuda_graphs needs a CUDA device, and this is {device}; {REMEDY}")
         self._device, self._pool = device, torch.cuda.graph_pool_handle()
+        self._own_streams = own_streams
         self._generator = torch.cuda.default_generators[device.index or 0]
         self._no_stream = self._generator.clone_state()
         self._no_stream.manual_seed(0)
@@ -92,7 +93,7 @@ class CudaGraphs:
         graph, own, spare = torch.cuda.CUDAGraph(), self._generator.graphsafe_get_state(), self._generator.clone_state()
         for layer in layers:
             states = self._states.setdefault(layer, [])
-            states += [self._generator.clone_state() for _ in range(len(states), 1 + OWN_STREAMS.most)]
+            states += [self._generator.clone_state() for _ in range(len(states), 1 + self._own_streams.most)]
             for state in states:
                 graph.register_generator_state(state)
         self._host_state, collects = torch.get_rng_state(), gc.isenabled()
@@ -101,7 +102,7 @@ class CudaGraphs:
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             # What is drawn outside of a layer's stream is found by `drew`; older versions of PyTorch don't capture it.
-            with OWN_STREAMS.captured(self), self.without_draws():
+            with self._own_streams.captured(self), self.without_draws():
                 yield graph
             self._check_host()
         except BaseException:
@@ -123,7 +124,7 @@ class CudaGraphs:
         """Begin the random stream of a layer while it is captured."""
         self._check_host()
         self._layer = layer
-        OWN_STREAMS.enter_layer()
+        self._own_streams.enter_layer()
         self._generator.graphsafe_set_state(self._states[layer][0])
 
     def begin_own(self, number: int, index: int) -> Callable[[], object]:

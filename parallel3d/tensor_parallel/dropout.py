@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from parallel3d.comm.collectives import GROUPS, Group
 from parallel3d.operators import define
-from parallel3d.rng import own_stream
 from parallel3d.specs import BuildContext
 from parallel3d.tensor_parallel.regions import SEQUENCE_DIM, scatter_sequence, slicing_group
 from parallel3d.tensor_parallel.slicing import Segments, cut
@@ -46,14 +45,14 @@ class _PartDropout(nn.Dropout):
         elif torch.compiler.is_compiling():
             kept = _own_mask(x, self.p, self._group.number)
         else:
-            with own_stream(self._group.index, self._group.size, x.device):
+            with self._group.own_stream(x.device):
                 return super().forward(x)
         return (x * (1 / (1 - self.p) if self.p < 1 else 0.0)).masked_fill(~kept, 0)
 
 
 def _draw_own_mask(x: Tensor, p: float, group: int) -> Tensor:
     """Draw which elements of this rank's part of a tensor are kept."""
-    with own_stream(GROUPS[group].index, GROUPS[group].size, x.device):
+    with GROUPS[group].own_stream(x.device):
         return F.dropout(torch.ones_like(x, memory_format=torch.contiguous_format), p) != 0
 
 

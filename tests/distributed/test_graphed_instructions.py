@@ -19,6 +19,7 @@ from reference import Item, Reference
 from taped_graphs import Tape, TapedGraphs
 from torch import Tensor, nn
 
+import parallel3d
 from parallel3d.engine import step
 from parallel3d.errors import ExecutionError
 from parallel3d.failures.neighbours import place_in
@@ -165,6 +166,28 @@ def test_recomputed_blocks_of_a_plain_module_are_captured_unless_they_draw(run_r
     assert all(map(torch.equal, graphed, plain))
     with pytest.raises(RankError, match=r"instruction B0@0: .*drawn again in a recomputation"):
         run_ranks(1, train_plain, 0.1, graphs)
+
+
+class Recomputed(nn.Linear):
+    """Recomputed by DeepSpeed's function, which knows no engine."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return parallel3d.checkpointing.checkpoint(super().forward, x).sin()
+
+
+def train_recomputed(config: dict[str, Any]) -> tuple[list[Tensor], int]:
+    """Losses, and the number of captured instructions."""
+    engine = make([Item(Recomputed, (8, 8))] * 2, nn.functional.mse_loss, **config)
+    micro_batches = iter([(torch.ones(toy.SAMPLES, 8), torch.zeros(toy.SAMPLES, 8))] * 4 * ACCUMULATION)
+    losses = [engine.train_batch(micro_batches) for _ in range(4)]
+    return losses, len(vars(engine._runner._executor).get("_works", ()))
+
+
+def test_what_deepspeeds_function_recomputes_is_captured(run_ranks):
+    ((graphed, works),) = run_ranks(1, train_recomputed, {"compile": {"cuda_graphs": True}})
+    ((plain, none),) = run_ranks(1, train_recomputed, {})
+    assert all(map(torch.equal, graphed, plain))
+    assert (works, none) == (2 * ACCUMULATION, 0)
 
 
 def freeze_later(config: dict[str, Any]) -> list[Tensor]:

@@ -27,7 +27,6 @@ from parallel3d.comm.collectives import Group, Work
 from parallel3d.comm.differentiable import reduce_from_region, reduce_from_region_
 from parallel3d.parameters import Slicing, slicing_of
 from parallel3d.pipe import LayerSpec, PipelineModule
-from parallel3d.rng import own_stream
 from parallel3d.tensor_parallel import (
     AttentionHeads,
     Column,
@@ -787,7 +786,7 @@ def draw_in_slices() -> tuple[Tensor, Tensor, Tensor]:
     group = world()
     torch.manual_seed(3)
     masks = [torch.rand(50)]
-    with own_stream(group.index, group.size, torch.device("cpu")):
+    with group.own_stream(torch.device("cpu")):
         masks.append(torch.rand(50))
     masks.append(torch.rand(50))
     return masks[0], masks[1], masks[2]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from parallel3d.rng import OwnStream
+from parallel3d.rng import OwnStream, OwnStreams
 
 INPUT = (torch.zeros(1),)
 
 
 def draws(index: int, training: bool = True, abandoned: bool = False) -> tuple[Tensor, Tensor]:
     """Return the numbers that a part draws in its own stream, and afterwards."""
-    layer, stream = nn.Identity().train(training), OwnStream(index)
+    layer, stream = nn.Identity().train(training), OwnStream(OwnStreams(), index)
     torch.manual_seed(5)
     if abandoned:
         stream.begin(layer, INPUT)

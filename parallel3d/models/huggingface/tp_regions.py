@@ -78,7 +78,7 @@ class Region:
                 column.register_forward_pre_hook(entry.enter)
             row.register_forward_pre_hook(entry.leave)
         if self.drops:
-            stream = OwnStream(group.index)
+            stream = OwnStream(group.own_streams, group.index)
             for column in columns:
                 column.register_forward_pre_hook(stream.end)
                 column.register_forward_hook(stream.begin)
