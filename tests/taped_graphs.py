@@ -65,11 +65,14 @@ class Tape(TorchDispatchMode):
         self._own |= set(_storages(new))
         if "empty" in str(function):  # no kernel
             return result.zero_()  # may be indices
-        self._steps.append(partial(self._again, function, args, kwargs, result, [*written, *new]))
+        places = _storages((args, kwargs))
+        self._steps.append(partial(self._again, function, args, kwargs, places, result, [*written, *new]))
         return result
 
     @staticmethod
-    def _again(function: Any, args: Any, kwargs: Any, result: Any, changed: list[Tensor]) -> Any:
+    def _again(function: Any, args: Any, kwargs: Any, places: list[int], result: Any, changed: list[Tensor]) -> Any:
+        if _storages((args, kwargs)) != places:
+            raise RuntimeError("a kernel of a graph reads memory that a tensor has left")
         with _unsafe_preserve_version_counter(tuple(changed)):  # a replay happens behind autograd's back
             again = function(*args, **kwargs)
             if function.namespace == "c10d":

@@ -318,6 +318,7 @@ class DeepSpeedEngine(WritingEngine):
         if device != "cpu":
             raise ConfigError(f"offload_states can't move state to device {device!r}; give 'cpu'")
         self.update.parking.offload(include, pin_memory)
+        self._runner.forget_graphs()
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Move what offload_states has moved back to the device."""

@@ -118,6 +118,11 @@ class BatchRunner:
         """Whether compute instructions may be captured as CUDA graphs."""
         return isinstance(self._executor, GraphedExecutor)
 
+    def forget_graphs(self) -> None:
+        """Drop the CUDA graphs, which read and write state where it is now; they are captured anew."""
+        if isinstance(self._executor, GraphedExecutor):
+            self._executor.forget()
+
     def _graphed(self) -> bool:
         by_plan, plan = self._config.cuda_graphs == "auto", self.programs.plan
         return self.can_capture and (not by_plan or (plan is not None and plan.captures))

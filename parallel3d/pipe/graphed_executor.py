@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import partial
 from typing import Any
@@ -24,8 +24,20 @@ from parallel3d.pipe.cuda_graphs import REMEDY, CudaGraphs, Replayable
 from parallel3d.pipe.executor import Batch, BatchResult, Cell, Executor, InFlight, Recorder, loss_gradient
 from parallel3d.schedule.instructions import Instruction, Program
 
-# Times that a program runs before it is captured: layers are compiled, kernels loaded and tuned in them.
+# Times that a program runs before it is captured.
 WARM_UP = 2
+
+
+@dataclass
+class _WarmUp:
+    """Runs of one program in a row, in which layers are compiled, and kernels loaded and tuned, before it is captured.
+
+    shapes: signatures of the micro-batches that have run.
+    """
+
+    program: Program | None = None
+    runs: int = 0
+    shapes: set[int] = field(default_factory=set)
 
 
 class _Mode(Enum):
@@ -42,13 +54,14 @@ class _Work:
 
     - inputs, outputs: tensors at the addresses where the graph reads and writes.
     - given: structures of a forward's inputs and labels. structure: of its output.
-    - arrives: parameters whose accumulators hold a gradient from then on.
+    - held: parameters whose accumulators hold a gradient before it; arrives: those that hold one from then on.
     - drawing: layers that draw random numbers; None before the first replay.
     """
 
     graph: Replayable
     inputs: list[Tensor]
     outputs: list[Tensor]
+    held: set[nn.Parameter]
     arrives: set[nn.Parameter]
     given: Any = None
     structure: Structure | None = None
@@ -59,22 +72,28 @@ class GraphedExecutor(Executor):
     """Executor that captures a training program at its third run, and replays it from then on.
 
     A micro-batch of other shapes runs without graphs, and so does a program of another number of micro-batches until it runs
-    three times in a row. Parameters that are frozen, or trained again, begin anew.
+    three times in a row. If no micro-batch has its shapes any more, or parameters are frozen, or trained again, it is captured
+    anew. Only shapes that have run before are captured: for others, layers may still have to be compiled.
 
     prepare: called with the modules of a chunk in each step, outside of graphs: it computes from weights what stays in a step.
     """
 
     def __init__(self, graphs: CudaGraphs, prepare: Callable[[Iterable[nn.Module]], None], *args: Any, **kwargs: Any):
         self._graphs, self._prepare = graphs, prepare
-        self._works: dict[Instruction, _Work] = {}
-        self._mode = _Mode.EAGER
-        self._captured: Program | None = None
-        self._trained: list[tuple[nn.Parameter, bool]] = []  # whether each parameter was when it was captured
-        self._runs: tuple[Program | None, int] = (None, 0)
+        self._mode, self._warm_up, self._has_released = _Mode.EAGER, _WarmUp(), False
+        self.forget()
         super().__init__(*args, **kwargs)
+
+    def forget(self) -> None:
+        """Drop the graphs: what they read or write is about to move, or other work is to be done."""
+        self._works: dict[Instruction, _Work] = {}
+        self._captured: Program | None = None
+        self._shapes: set[int] = set()  # signatures of the micro-batches that were captured
+        self._trained: list[tuple[nn.Parameter, bool]] = []  # whether each parameter was when it was captured
 
     def _clear(self) -> None:
         super()._clear()
+        self._has_others = False  # whether a micro-batch of other shapes has run in this batch
         self._received: dict[Cell, tuple[Structure, list[Tensor]]] = {}
         self._graphed: set[Cell] = set()
         self._prepared: set[int] = set()
@@ -85,33 +104,40 @@ class GraphedExecutor(Executor):
         """Run this rank's list, see Executor.run."""
         self._mode = self._mode_of(program, batch)
         if self._mode is _Mode.CAPTURE:
-            self._works, self._captured = {}, None
+            self.forget()
             self._trained = [(p, p.requires_grad) for p in self._module.parameters()]
             self._graphs.begin()
         try:
             result = super().run(program, owners, batch, record, wait)
         except Exception:
-            self._works, self._captured = {}, None
+            self.forget()
             raise
         if self._mode is _Mode.CAPTURE:
-            self._captured = program
-        elif batch.captures and self._captured is None:
+            self._captured, self._shapes = program, set(batch.signatures)
+        elif batch.captures and not self._has_released:
             self._graphs.release()  # the optimizer is about to allocate its state
+            self._has_released = True
         return result
 
     def _mode_of(self, program: Program, batch: Batch) -> _Mode:
         if not batch.replays:
             return _Mode.EAGER
         if any(p.requires_grad is not trained for p, trained in self._trained):
-            self._works, self._captured, self._trained = {}, None, []
-        if program is self._captured:
-            self._runs = (None, 0)
+            self.forget()
+        shapes = set(batch.signatures)
+        if program is self._captured and not shapes.isdisjoint(self._shapes):
+            self._warm_up = _WarmUp()
             return _Mode.REPLAY
         if not batch.captures:
             return _Mode.EAGER
-        last, runs = self._runs
-        self._runs = program, (runs if program is last else 0) + 1
-        return _Mode.CAPTURE if self._runs[1] > WARM_UP else _Mode.EAGER
+        if program is not self._warm_up.program:
+            self._warm_up = _WarmUp(program)
+        if self._warm_up.runs >= WARM_UP and shapes <= self._warm_up.shapes:
+            self._warm_up = _WarmUp()
+            return _Mode.CAPTURE
+        self._warm_up.runs += 1
+        self._warm_up.shapes |= shapes
+        return _Mode.EAGER
 
     def _enter(self, cell: Cell, structure: Structure, tensors: list[Tensor]) -> None:
         if self._mode is _Mode.EAGER:
@@ -126,12 +152,11 @@ class GraphedExecutor(Executor):
         self._wait_for_weights(i.chunk)
         inputs = self._received.pop(cell) if i.chunk else describe(self._inputs.pop(cell)[0])
         labels = describe(self._labels.pop(i.micro_batch) if is_last else None)
-        given = inputs[0], labels[0]
         work = self._works.get(i)
         if self._mode is _Mode.CAPTURE:
             work = self._capture_forward(i, inputs, labels)
-            work.given = given
-        elif work is None or work.given != given:
+        elif work is None or work.given != (inputs[0], labels[0]):
+            self._has_others = True
             self._give(cell, inputs, labels)
             return super()._forward(i)
         self._graphed.add(cell)
@@ -184,7 +209,7 @@ class GraphedExecutor(Executor):
             return outputs
 
         work = self._capture(i, [*inputs[1], *labels[1]], run)
-        work.structure = structure
+        work.given, work.structure = (inputs[0], labels[0]), structure
         return work
 
     def _backward(self, i: Instruction, reduces: Sequence[Instruction]) -> None:
@@ -250,11 +275,20 @@ class GraphedExecutor(Executor):
             raise ExecutionError(f"it can't be captured as a CUDA graph: {first_line_of(error)}; {REMEDY}") from error
         finally:
             self._batch = batch
-        work = self._works[i] = _Work(graph, inputs, outputs, sink.touched() - touched)
+        work = self._works[i] = _Work(graph, inputs, outputs, touched, sink.touched() - touched)
         return work
 
     def _replay(self, i: Instruction, work: _Work, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Run captured work on these tensors, and return copies of its outputs: the next graphs reuse their memory."""
+        """Run captured work on these tensors, and return copies of its outputs: the next graphs reuse their memory.
+
+        Raises ExecutionError if micro-batches of other shapes have given gradients to other parameters than those it was
+        captured after: a graph always adds to an accumulator, or always overwrites it.
+        """
+        sink = self._reducer.sink
+        if self._has_others and sink.touched() != work.held:
+            raise ExecutionError(
+                f"a micro-batch of other shapes has given gradients to other parameters than a CUDA graph expects; {REMEDY}"
+            )
         with torch.no_grad():
             for static, tensor in zip(work.inputs, tensors, strict=True):
                 static.copy_(tensor)
@@ -271,5 +305,5 @@ class GraphedExecutor(Executor):
             raise
         if work.drawing is None:
             work.drawing = self._graphs.drew(drawing)
-        self._reducer.sink.replayed(work.arrives)
+        sink.replayed(work.arrives)
         return [output.clone() for output in work.outputs]

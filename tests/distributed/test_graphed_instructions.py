@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 import torch
 import toy
-from graphed_runs import ACCUMULATION, DECODER, check, make, train, train_plain, train_sliced
-from layouts import BASE_SEED, Run, make_engine, make_optimizer, own_iterator, run_reference, run_steps
+from graphed_runs import ACCUMULATION, DECODER, check, make, stand_in, train, train_plain, train_sliced
+from layouts import BASE_SEED, TORCH_SEED, Run, make_engine, make_optimizer, own_iterator, run_reference, run_steps
 from layouts import check as check_run
 from ranks import RankError
 from reference import Item, Reference
@@ -206,6 +206,69 @@ def test_parameters_frozen_after_the_capture_stay_as_they_are(run_ranks):
     ((graphed,), (plain,)) = (run_ranks(1, freeze_later, {"compile": {"cuda_graphs": c}}) for c in (True, False))
     assert all(map(torch.equal, graphed, plain))
     assert torch.equal(plain[16], plain[28])
+
+
+class Tuned(nn.Linear):
+    """Reads a number on the host at the first call with a shape, as where kernels are tuned. Long inputs use its bias alone."""
+
+    def __init__(self, *sizes: int):
+        super().__init__(*sizes)
+        self.seen: set[torch.Size] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape not in self.seen:
+            self.seen.add(x.shape)
+            float(x.sum())
+        return nn.functional.linear(x, self.weight, self.bias if x.shape[1] > 4 else None)
+
+
+def train_lengths(lengths: list[list[int]], moves: bool, config: dict[str, Any]) -> tuple[list[Tensor], list[int]]:
+    """Losses and weights, and the number of graphs replayed in each step.
+
+    lengths: of the micro-batches of each step. moves: whether state leaves the device after the fifth.
+    """
+    torch.compiler.reset()
+    torch.manual_seed(TORCH_SEED)
+    with stand_in():
+        engine = make_engine(
+            [Item(Tuned, (8, 8)), Item(Tuned, (8, 8))], nn.functional.mse_loss, accumulation=len(lengths[0]), **config
+        )
+    losses, numbers, replay = [], [], Tape.replay
+    for own in lengths:
+        data = iter([(torch.ones(toy.SAMPLES, n, 8), torch.zeros(toy.SAMPLES, n, 8)) for n in own])
+        with mock.patch.object(Tape, "replay", autospec=True, side_effect=replay) as replays:
+            losses.append(engine.train_batch(data))
+        numbers.append(replays.call_count)
+        if len(losses) == 5 and moves:
+            engine.offload_states(pin_memory=False)
+            engine.reload_states()
+    return [t.detach().clone() for t in (*losses, *engine.pipeline_module.parameters())], numbers
+
+
+def compare_lengths(run_ranks: Any, lengths: list[list[int]], moves: bool = False) -> list[int]:
+    """The number of graphs replayed in each step, whose numbers are the same as without graphs."""
+    ((graphed, numbers),), ((plain, _),) = (
+        run_ranks(1, train_lengths, lengths, moves, {"compile": {"cuda_graphs": graphs}}) for graphs in (True, False)
+    )
+    assert all(map(torch.equal, graphed, plain))
+    return numbers
+
+
+def test_only_shapes_that_have_run_before_are_captured(run_ranks):
+    assert compare_lengths(run_ranks, [[4, 4], [4, 4], [6, 6], [6, 6]]) == [0, 0, 0, 4]
+
+
+def test_graphs_are_made_anew_for_other_shapes_that_stay(run_ranks):
+    assert compare_lengths(run_ranks, [[4]] * 3 + [[6]] * 4) == [0, 0, 2, 0, 0, 2, 2]
+
+
+def test_graphs_are_made_anew_where_state_has_left_the_device(run_ranks):
+    assert compare_lengths(run_ranks, [[4]] * 9, moves=True) == [0, 0, 2, 2, 2, 0, 0, 2, 2]
+
+
+def test_gradients_of_other_parameters_than_were_captured_are_refused(run_ranks):
+    with pytest.raises(RankError, match="gradients to other parameters than a CUDA graph expects"):
+        run_ranks(1, train_lengths, [[6, 6]] * 3 + [[4, 6]], False, {"compile": {"cuda_graphs": True}})
 
 
 def fail_in_the_fourth_replay() -> tuple[str, str, str]:
