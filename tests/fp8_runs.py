@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from parallel3d.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import Tensor, nn
 
 import parallel3d
@@ -123,9 +124,42 @@ def train(blocks: Sequence[type[Block]], pipelined: bool, device: str, **config:
     return losses, weights, gathered
 
 
+def change_a_weight(stage: int, change: str) -> list[list[float]]:
+    """Losses of a step of two micro-batches, before or between which a weight is made 8 times as large."""
+    runs = []
+    for changes_before in (True, False):
+        torch.manual_seed(0)
+        model = Whole([nn.Linear(WIDTH, WIDTH), Block(), nn.Linear(WIDTH, WIDTH)])
+        config = {
+            "train_micro_batch_size_per_gpu": SAMPLES,
+            "gradient_accumulation_steps": 2,
+            "optimizer": {"type": "AdamW"},
+            "bf16": {"enabled": True},
+            "fp8": {"enabled": True},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            "steps_per_print": None,
+        }
+        engine, *_ = parallel3d.initialize(model=model, config=config)
+        weight, losses = model.blocks[0].up.weight, []
+        for k, (x, labels) in enumerate(batches(0)[:2]):
+            if (k == 0) == changes_before:
+                if change == "master":
+                    master = safe_get_full_fp32_param(weight)
+                    safe_set_full_fp32_param(weight, 8 * master)
+                else:
+                    with torch.no_grad():
+                        weight.mul_(8)
+            loss = engine(x.to(torch.bfloat16), labels)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        runs.append(losses)
+    return runs
+
+
 def compare(pipelined: bool, compiled: bool, device: str = "cpu") -> set[int]:
     """Bytes of all-gathers with stage 3, whose numbers must be those of stage 2."""
-    blocks = [Block, Reader] if compiled else [Block, Reader, Borrower]
+    blocks = [Block, Reader, Borrower]
     runs = []
     for stage in (2, 3):
         zero = {"stage": stage, "stage3_param_persistence_threshold": 0}

@@ -66,7 +66,7 @@ class Fp8:
         self.config, self.rowwise = config, config.recipe == "rowwise"
         self.casts_for_weight = config.weight_gradient == "fp8"
         self._step: object = None
-        self.kept: dict[Fp8Linear, Casts] = {}
+        self.kept: dict[tuple[Fp8Linear, int], Casts] = {}  # by layer and version of the weight
         self.layers: WeakKeyDictionary[nn.Module, Fp8Linear] = WeakKeyDictionary()
         self._memory: WeakKeyDictionary[Fp8Linear, Casts] = WeakKeyDictionary()
         self._on_keep: Callable[[bool], None] = lambda _: None
@@ -100,14 +100,15 @@ class Fp8:
     def cast_weights(self, modules: Iterable[nn.Module]) -> None:
         """Cast weights of these modules, and keep them where the last call did: CUDA graphs read them there."""
         for module, layer in [(m, self.layers[m]) for m in modules if m in self.layers]:
-            layer.cast_weight(module.get_parameter("weight"), False)
-            now = self.kept[layer]
+            weight = module.get_parameter("weight")
+            layer.cast_weight(weight, False)
+            now = self.kept[layer, weight._version]
             memory = self._memory.setdefault(layer, now)
             for old, new in zip(memory, now, strict=True):
                 if old is not new:
                     _made(old).values.copy_(_made(new).values)
                     _made(old).inverse_scale.copy_(_made(new).inverse_scale)
-            self.kept[layer] = memory
+            self.kept[layer, weight._version] = memory
 
 
 class Fp8Linear:
@@ -136,13 +137,14 @@ class Fp8Linear:
         """Return the weight [out, in] in fp8, or its transpose."""
         if (gathered := self._gathered()) is not None:
             return transpose(gathered) if transposed else gathered
-        found = self.fp8.kept.get(self)
+        key = self, weight._version  # a script may write into it between two calls
+        found = self.fp8.kept.get(key)
         if found is None:
             # A gathered weight must leave no memory behind when it is released.
             keeps = self.fp8.keeps and "sharded_weights" not in vars(weight)
             found = self._cast(weight, E4M3, self._dim, keeps or not transposed, keeps or transposed)
             if keeps:
-                self.fp8.kept[self] = found
+                self.fp8.kept[key] = found
         return _made(found[transposed])
 
     def cast_input(self, x: Tensor, straight: bool, transposed: bool) -> Casts:

@@ -152,7 +152,8 @@ class StepByCalls:
         """
         self.check_whole()
         self._model.wait_for_weights(self._model)
-        self._fp8.keep(self._progress.num_begun if self._progress.record is not None else None)
+        begun = self._progress.record is not None
+        self._fp8.keep((self._progress.num_begun, self._update.num_writes) if begun else None)
         args, kwargs = self._precision.cast((args, kwargs))
         with self._recording(Op.FORWARD), self._precision.autocasting(self._model.device):
             if self._module is self._model:

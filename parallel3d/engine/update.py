@@ -90,7 +90,8 @@ class WeightUpdate:
     units: the sharded weights of ZeRO-3, those of frozen_buckets included; None if all are whole. host_shards: those of their
     shards that are in host memory or on disk; None if offload_param is off. parking: moves state to the host between steps.
     grad_norm: the norm of the whole model's gradient in the last step, before clipping; a scalar on the device, the same on
-    every rank. skipped_steps: the number of steps skipped after an overflow.
+    every rank. skipped_steps: the number of steps skipped after an overflow. num_writes: how often a script has
+    written masters, and with them weights, by safe_set_full_fp32_param and its like.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class WeightUpdate:
         # Count of the last batch's losses, in units of the weights that their gradients had.
         self._count = torch.ones((), dtype=torch.float64, device=model.device)
         self._counted = False
-        self.skipped_steps = 0
+        self.skipped_steps = self.num_writes = 0
 
     def _attach_state(self) -> None:
         """Give parameters what DeepSpeed's safe_get and safe_set functions use, and the optimizer its names of the scaler."""
@@ -161,9 +162,13 @@ class WeightUpdate:
                     lambda: self.loss_scale / self._replicas_summed,
                     self.reducer.finish_step,
                     self.sharded.settle,
+                    self._count_write,
                 )
                 state.attach(parameter)
                 self._whole_states.append(state)
+
+    def _count_write(self) -> None:
+        self.num_writes += 1
 
     def _settle(self) -> None:
         """Return when no copy or gather of state is under way."""

@@ -23,6 +23,7 @@ class WholeState:
     - factor: returns what the gradients in the bucket are multiples of.
     - reduce: called before gradients are read; ends their reductions.
     - settle: called before state is read or written, which may be on its way to the host.
+    - on_weights: called when the weights have been written.
     """
 
     def __init__(
@@ -33,9 +34,10 @@ class WholeState:
         factor: Callable[[], float],
         reduce: Callable[[], None],
         settle: Callable[[], None],
+        on_weights: Callable[[], None],
     ):
         self._bucket, self._index, self._optimizer = bucket, index, optimizer
-        self._factor, self._reduce, self._settle = factor, reduce, settle
+        self._factor, self._reduce, self._settle, self._on_weights = factor, reduce, settle, on_weights
 
     def attach(self, parameter: nn.Parameter) -> None:
         """Have `whole_state` find this one while somebody else holds it."""
@@ -71,6 +73,7 @@ class WholeState:
             self._bucket.write_back()
             if self._bucket.partition.size > 1:
                 self._bucket.gather().wait()
+            self._on_weights()
 
     def _of(self, shard: ParameterShard, what: str) -> Tensor | None:
         if what in (MASTER, GRADIENT):
