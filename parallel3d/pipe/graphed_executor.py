@@ -9,7 +9,6 @@ graphs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import partial
@@ -22,7 +21,7 @@ from parallel3d.comm.structures import Structure, describe
 from parallel3d.errors import ExecutionError, first_line_of, note_place
 from parallel3d.pipe.cuda_graphs import REMEDY, CudaGraphs, Replayable
 from parallel3d.pipe.executor import Batch, BatchResult, Cell, Executor, InFlight, Recorder, loss_gradient
-from parallel3d.schedule.instructions import Instruction, Program
+from parallel3d.schedule.instructions import Instruction, Op, Program
 
 # Times that a program runs before it is captured.
 WARM_UP = 2
@@ -213,47 +212,39 @@ class GraphedExecutor(Executor):
         return work
 
     def _backward(self, i: Instruction, reduces: Sequence[Instruction]) -> None:
-        if self._runs_graph(i, partial(self._reducer.backward, ())):
+        if self._runs_graph(i, partial(super()._backward, i, ())):
             self._reducer.launch(reduces)
         else:
             super()._backward(i, reduces)
 
     def _backward_input(self, i: Instruction) -> None:
-        if not self._runs_graph(i, partial(self._reducer.backward_input, (i.chunk, i.micro_batch))):
+        if not self._runs_graph(i, partial(super()._backward_input, i)):
             super()._backward_input(i)
 
     def _backward_weight(self, i: Instruction, reduces: Sequence[Instruction]) -> None:
-        cell = (i.chunk, i.micro_batch)
-        if cell not in self._graphed:
-            return super()._backward_weight(i, reduces)
+        if self._runs_graph(i, partial(super()._backward_weight, i, ())):
+            self._reducer.launch(reduces)
+        else:
+            super()._backward_weight(i, reduces)
 
-        def run(_: list[Tensor]) -> list[Tensor]:
-            self._reducer.backward_weight(cell, ())
-            return []
-
-        self._replay(i, self._capture(i, [], run) if self._mode is _Mode.CAPTURE else self._works[i], [])
-        return self._reducer.launch(reduces)
-
-    def _runs_graph(self, i: Instruction, context: Callable[[], AbstractContextManager[None]]) -> bool:
-        """Run autograd by a graph, and return True, if the forward was one. context: of the gradient reducer."""
+    def _runs_graph(self, i: Instruction, run: Callable[[], None]) -> bool:
+        """Run a backward by a graph, and return True, if the forward was one. run: does the same without a graph."""
         cell, before = (i.chunk, i.micro_batch), (i.chunk - 1, i.micro_batch)
         if cell not in self._graphed:
             return False
-        tensors = self._gradients.pop(cell)
+        passes_on = i.op is not Op.BACKWARD_WEIGHT  # gradients, from the next chunk to the one before
+        tensors = self._gradients.pop(cell) if passes_on else []
 
-        def run(static: list[Tensor]) -> list[Tensor]:
-            self._gradients[cell] = static
-            with context():
-                self._run_autograd(i)
-            return self._gradients.pop(before, [])
+        def backward(static: list[Tensor]) -> list[Tensor]:
+            if passes_on:
+                self._gradients[cell] = static
+            run()
+            return self._gradients.pop(before, []) if passes_on else []
 
-        if self._mode is _Mode.CAPTURE:
-            work = self._capture(i, tensors, run)
-        else:
-            work = self._works[i]
-            del self._in_flight[cell]
+        work = self._capture(i, tensors, backward) if self._mode is _Mode.CAPTURE else self._works[i]
+        self._in_flight.pop(cell, None)
         results = self._replay(i, work, tensors)
-        if i.chunk:
+        if passes_on and i.chunk:
             self._gradients[before] = results
         return True
 
