@@ -124,6 +124,85 @@ def train(blocks: Sequence[type[Block]], pipelined: bool, device: str, **config:
     return losses, weights, gathered
 
 
+class Frozen(Block):
+    """One linear is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up.requires_grad_(False)
+
+
+class Tied(Block):
+    """Two linears have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Linear(WIDTH, 4 * WIDTH)
+        self.again.weight = self.up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.again(x).narrow(-1, 0, WIDTH)
+
+
+def interrupted(stage: int, pipelined: bool, directory: str) -> list[str]:
+    """Losses of steps between which a checkpoint is loaded, a step overflows, and weights are changed while they are whole."""
+    kinds = [(nn.Linear, WIDTH, WIDTH), (Block,), (Frozen,), (Tied,), (nn.Linear, WIDTH, WIDTH)]
+    config = {
+        "train_micro_batch_size_per_gpu": SAMPLES,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "bf16": {"enabled": True, "check_grad_overflow": True},
+        "fp8": {"enabled": True},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "pipeline": {"stages": 1},
+        "steps_per_print": None,
+    }
+    torch.manual_seed(0)
+    model: nn.Module = Whole([kind(*sizes) for kind, *sizes in kinds])
+    if pipelined:
+        specs = [LayerSpec(kind, *sizes) for kind, *sizes in kinds]
+        model = PipelineModule(specs, loss_fn=loss_of, base_seed=0, seed_layers=True, config=config)
+    engine, *_ = parallel3d.initialize(model=model, config=config)
+    data = [(x.bfloat16(), y) for x, y in batches(engine.process_groups.data.index)]
+    losses: list[float] = []
+
+    def micro_batch(batch: tuple[Tensor, Tensor]) -> None:
+        loss = engine(*batch)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+
+    def step(own: list[tuple[Tensor, Tensor]]) -> None:
+        if pipelined:
+            losses.extend((engine.train_batch(iter(own)).item(), engine.eval_batch(iter(data[:2])).item()))
+        else:
+            for batch in own:
+                micro_batch(batch)
+
+    def change() -> None:
+        with GatheredParameters(list(model.parameters()), modifier_rank=0), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+
+    step(data[:2])
+    engine.save_checkpoint(directory)
+    step(data[2:])
+    step([(x * torch.inf, y) for x, y in data[:2]])
+    step(data[2:])
+    engine.load_checkpoint(directory)
+    step(data[2:])
+    change()
+    step(data[:2])
+    if not pipelined:  # within a step
+        micro_batch(data[0])
+        engine.load_checkpoint(directory)
+        step(data[2:])
+        micro_batch(data[0])
+        change()
+        micro_batch(data[1])
+    return list(map(str, losses))  # some are NaN
+
+
 def change_a_weight(stage: int, change: str) -> list[list[float]]:
     """Losses of a step of two micro-batches, before or between which a weight is made 8 times as large."""
     runs = []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from fp8_runs import LINEARS, change_a_weight, compare
+from fp8_runs import LINEARS, change_a_weight, compare, interrupted
 
 
 @pytest.mark.parametrize(("pipelined", "compiled"), [(False, False), (True, False), (True, True), (False, True)])
@@ -11,6 +13,14 @@ def test_a_byte_an_element_gives_the_same_numbers(run_ranks, pipelined: bool, co
     """In bf16 go weights of a Borrower, one of a Reader, and those of a module that the script calls in evaluation."""
     for gathered in run_ranks(2, compare, pipelined, compiled):
         assert {2 * LINEARS, LINEARS, LINEARS // 2} <= gathered
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_scales_follow_weights_whatever_changes_them(run_ranks, tmp_path: Path, pipelined: bool):
+    """Losses are those of stage 2, where whole weights are cast."""
+    whole, shards = (run_ranks(2, interrupted, stage, pipelined, str(tmp_path / str(stage))) for stage in (2, 3))
+    assert shards == whole
+    assert "nan" in whole[0]
 
 
 @pytest.mark.parametrize("change", ["master", "weight"])

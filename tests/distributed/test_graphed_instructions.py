@@ -254,6 +254,29 @@ def compare_lengths(run_ranks: Any, lengths: list[list[int]], moves: bool = Fals
     return numbers
 
 
+def train_interrupted(directory: str, config: dict[str, Any]) -> list[Tensor]:
+    """Losses of steps and evaluations; in between the number of micro-batches changes and a checkpoint is loaded."""
+    engine = make(toy.model(False, dropout=0.2), pipeline={"stages": 1, "schedule": "zb-h1"}, **config)
+    losses = []
+    for k, number in enumerate((4, 4, 4, 4, 2, 4, 2, 2, 2, 2, 4)):
+        data = [toy.micro_batch(4 * k + m) for m in range(number)]
+        losses.append(engine.train_batch(iter(data)))
+        losses.append(engine.eval_batch(iter(data), num_micro_batches=number))
+        if k == 2:
+            engine.save_checkpoint(directory)
+        if k in (5, 8):
+            engine.load_checkpoint(directory)
+    return losses
+
+
+def test_graphs_go_on_after_evaluations_short_steps_and_loads(run_ranks, tmp_path: Path):
+    ((graphed,), (plain,)) = (
+        run_ranks(1, train_interrupted, str(tmp_path / str(graphs)), {"compile": {"cuda_graphs": graphs}})
+        for graphs in (True, False)
+    )
+    assert all(map(torch.equal, graphed, plain))
+
+
 def test_only_shapes_that_have_run_before_are_captured(run_ranks):
     assert compare_lengths(run_ranks, [[4, 4], [4, 4], [6, 6], [6, 6]]) == [0, 0, 0, 4]
 
