@@ -116,10 +116,12 @@ class TapedGraphs:
     def capture(self, layers: Sequence[int]) -> Iterator[Tape]:
         """Record what the block runs."""
         self._tape, self._host = Tape(), torch.get_rng_state()
-        with self._tape, self._own_streams.captured(self):
-            yield self._tape
-        self._tape.undo()
-        torch.set_rng_state(self._host)
+        try:
+            with self._tape, self._own_streams.captured(self):
+                yield self._tape
+        finally:
+            self._tape.undo()
+            torch.set_rng_state(self._host)
 
     def enter(self, layer: int) -> None:
         """Begin a layer's stream."""

@@ -11,9 +11,6 @@ from torch import Tensor
 
 from parallel3d.fake_device import on_cuda
 
-# torch.mm and addmm(..., out_dtype=) multiply half-precision operands and round the result once, to fp32. CUDA only.
-_HAS_MIXED_MM = all("dtype_out" in op.overloads() for op in (torch.ops.aten.mm, torch.ops.aten.addmm))
-
 
 class Recipe(ABC):
     """Gradient to be added to an accumulator. All recipes but Value compute it when it is added."""
@@ -67,7 +64,8 @@ class Product(Recipe):
         options: dict[str, Any] = {"out": accumulator}
         if not left.dtype == right.dtype == accumulator.dtype:
             half = left.dtype == right.dtype and left.dtype in (torch.bfloat16, torch.float16)
-            if not (_HAS_MIXED_MM and half and on_cuda(accumulator) and accumulator.dtype == torch.float32):
+            # On CUDA torch multiplies half-precision operands and rounds the result once, to fp32.
+            if not (half and on_cuda(accumulator) and accumulator.dtype == torch.float32):
                 return _put(left.mm(right), accumulator, adds, factor)
             options["out_dtype"] = torch.float32
         if adds:

@@ -11,12 +11,12 @@ from itertools import pairwise
 from types import CodeType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from parallel3d.autograd.fp8 import Fp8, Fp8Linear
+from parallel3d.autograd.fp8 import Fp8
 from parallel3d.autograd.split_backward import has_hooks
-from parallel3d.comm.collectives import all_gather_object, all_reduce_max
+from parallel3d.comm.collectives import Group, all_gather_object, all_reduce_max
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import Config
 from parallel3d.engine.fp8 import Named, chosen_linears
@@ -77,7 +77,12 @@ def gather_in_fp8(fp8: Fp8, linears: Sequence[Named], groups: ProcessGroups) -> 
     for _, linear in linears:
         if not isinstance(linear._parameters, WatchedParameters):  # by BlockUnits
             vars(linear)["_parameters"] = WatchedParameters(linear._parameters)
-    fp8.call_on_keep(_Scales(weights, [layers[p][1] for each in weights for p in each.parameters]).keep)
+    own = [layers[p][1] for each in weights for p in each.parameters]
+    shared = dict.fromkeys(layer.group for layer in own if layer.group is not None)
+    places = ([k for k, layer in enumerate(own) if layer.group == group] for group in shared)
+    device = weights[0].shard.device
+    sliced = [(group, torch.tensor(at, device=device)) for group, at in zip(shared, places, strict=True)]
+    fp8.call_on_keep(partial(_agree_on_scales, weights, sliced))
 
 
 def _cast_of(weights: Fp8Weights, parameter: nn.Parameter) -> Scaled | None:
@@ -85,29 +90,22 @@ def _cast_of(weights: Fp8Weights, parameter: nn.Parameter) -> Scaled | None:
     return None if found is None else Scaled(*found)
 
 
-class _Scales:
-    """Scales of a rank's weights that are gathered in fp8. layers: those of the weights' parameters, in their order."""
+@torch.no_grad()
+def _agree_on_scales(weights: Sequence[Fp8Weights], sliced: Sequence[tuple[Group, Tensor]], keeps: bool) -> None:
+    """Agree on scales of the weights as they are now, if `keeps`: they are gathered in fp8 from now on, or no longer.
 
-    def __init__(self, weights: Sequence[Fp8Weights], layers: Sequence[Fp8Linear]):
-        self._weights = weights
-        groups = dict.fromkeys(layer.group for layer in layers if layer.group is not None)
-        places = ([k for k, layer in enumerate(layers) if layer.group == group] for group in groups)
-        device = weights[0].shard.device
-        self._sliced = [(group, torch.tensor(own, device=device)) for group, own in zip(groups, places, strict=True)]
-
-    @torch.no_grad()
-    def keep(self, keeps: bool) -> None:
-        """Agree on scales of the weights as they are now, if they are to be gathered in fp8 from now on."""
-        if not keeps:
-            for weights in self._weights:
-                weights.use_scales(None, round_into)
-            return
-        amax = largest_of([piece for weights in self._weights for piece in weights.pieces])
-        all_reduce_max(amax, self._weights[0].partition).wait()
-        for group, places in self._sliced:
-            own = amax[places]
-            all_reduce_max(own, group).wait()
-            amax[places] = own
-        scales = scale_of(amax, E4M3).split([len(weights.pieces) for weights in self._weights])
-        for weights, own in zip(self._weights, scales, strict=True):
-            weights.use_scales(own, round_into)
+    sliced: tensor-parallel groups, each with the numbers of the parameters that are sharded over it.
+    """
+    if not keeps:
+        for each in weights:
+            each.use_scales(None, round_into)
+        return
+    amax = largest_of([piece for each in weights for piece in each.pieces])
+    all_reduce_max(amax, weights[0].partition).wait()
+    for group, places in sliced:
+        own = amax[places]
+        all_reduce_max(own, group).wait()
+        amax[places] = own
+    scales = scale_of(amax, E4M3).split([len(each.pieces) for each in weights])
+    for each, own in zip(weights, scales, strict=True):
+        each.use_scales(own, round_into)

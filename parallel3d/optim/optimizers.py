@@ -211,7 +211,7 @@ def _build(
     is_dampened = any(settings.get("dampening") for settings in (params, *groups))
     if not chosen and _has_fused_kernel(cls, tensors) and not is_dampened:
         params["fused"] = True  # one pass over memory
-    if cls is _TORCH_CLASSES.get("Muon"):
+    if cls is torch.optim.Muon:
         _check_matrices(tensors)
     optimizer: torch.optim.Optimizer = call(variant(cls), groups, params, f"optimizer.params of {name}", own, _REMEDIES)
     if cls is torch.optim.SGD:

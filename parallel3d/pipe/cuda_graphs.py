@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -39,13 +38,6 @@ def check_cuda_graphs(config: Config, module: PipelineModule, policy: ZeroPolicy
     }
     if found := [name for name, applies in reasons.items() if applies]:
         raise ConfigError(f"compile.cuda_graphs can't be combined with {', '.join(found)}; change these, or {REMEDY}")
-
-
-class Replayable(Protocol):
-    """Captured kernels."""
-
-    def replay(self) -> None:
-        """Launch the kernels."""
 
 
 class CudaGraphs:
@@ -88,7 +80,7 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     @contextmanager
-    def capture(self, layers: Sequence[int]) -> Iterator[Replayable]:
+    def capture(self, layers: Sequence[int]) -> Iterator[torch.cuda.CUDAGraph]:
         """Capture the kernels that the block launches, which don't run. layers: those that may draw random numbers."""
         graph, own, spare = torch.cuda.CUDAGraph(), self._generator.graphsafe_get_state(), self._generator.clone_state()
         for layer in layers:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from parallel3d.comm.structures import Structure, describe
 from parallel3d.errors import ExecutionError, first_line_of, note_place
-from parallel3d.pipe.cuda_graphs import REMEDY, CudaGraphs, Replayable
+from parallel3d.pipe.cuda_graphs import REMEDY, CudaGraphs
 from parallel3d.pipe.executor import Batch, BatchResult, Cell, Executor, InFlight, Recorder, loss_gradient
 from parallel3d.schedule.instructions import Instruction, Op, Program
 
@@ -57,7 +57,7 @@ class _Work:
     - drawing: layers that draw random numbers; None before the first replay.
     """
 
-    graph: Replayable
+    graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
     outputs: list[Tensor]
     held: set[nn.Parameter]

@@ -277,6 +277,48 @@ def test_graphs_go_on_after_evaluations_short_steps_and_loads(run_ranks, tmp_pat
     assert all(map(torch.equal, graphed, plain))
 
 
+class FailsOnce(nn.Linear):
+    """Fails in its backward, after the linear's own, at the third call."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = super().forward(nn.functional.dropout(x, 0.2))
+        if self.calls == 3:
+            y.register_hook(fail)
+        return y
+
+
+def fail(_: Tensor) -> None:
+    raise ValueError("once")
+
+
+def train_after_a_failure(config: dict[str, Any]) -> tuple[list[Tensor], int]:
+    """Losses of the steps that didn't fail, and the number of graphs that the last one replayed."""
+    torch.manual_seed(TORCH_SEED)
+    with stand_in():
+        engine = make_engine([Item(nn.Linear, (8, 8)), Item(FailsOnce, (8, 8))], nn.functional.mse_loss, **config)
+    losses = []
+    for k in range(8):
+        data = iter([(torch.ones(toy.SAMPLES, 8), torch.zeros(toy.SAMPLES, 8))])
+        if k == 2:
+            with pytest.raises(ExecutionError, match=r"instruction B0@0: .*once"):
+                engine.train_batch(data)
+            continue
+        with mock.patch.object(Tape, "replay", autospec=True, side_effect=Tape.replay) as replays:
+            losses.append(engine.train_batch(data))
+    return losses, replays.call_count
+
+
+def test_a_training_goes_on_after_a_failure_in_a_capture(run_ranks):
+    ((graphed, replays),), ((plain, none),) = (
+        run_ranks(1, train_after_a_failure, {"compile": {"cuda_graphs": graphs}}) for graphs in (True, False)
+    )
+    assert all(map(torch.equal, graphed, plain))
+    assert (replays, none) == (2, 0)
+
+
 def test_only_shapes_that_have_run_before_are_captured(run_ranks):
     assert compare_lengths(run_ranks, [[4, 4], [4, 4], [6, 6], [6, 6]]) == [0, 0, 0, 4]
 
