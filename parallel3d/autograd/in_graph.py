@@ -271,41 +271,29 @@ _embedding_backward = define(
 # Functions of autograd around the operators: kernels of operators for autograd cost the host 10 us more a call.
 
 
-class _Products(torch.autograd.Function):
-    """Linear layers without a boundary. size: their number."""
+class _Linears(torch.autograd.Function):
+    """Linear layers, `size` of them. boundary: arguments of operators of their own; None for torch's, without a boundary."""
 
     @staticmethod
-    def forward(ctx: Any, size: int, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
-        weights, biases, numbers = (tensors[k * size : (k + 1) * size] for k in range(3))
-        ctx.num_tokens, ctx.have_bias = len(tensors) - 3 * size, [bias is not None for bias in biases]
-        ctx.save_for_backward(x, *numbers, *(weights if ctx.needs_input_grad[1] else ()))
+    def forward(ctx: Any, boundary: tuple[Any, ...] | None, size: int, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+        weights, biases, numbers = (list(tensors[k * size : (k + 1) * size]) for k in range(3))
+        ctx.boundary, ctx.num_tokens = boundary, len(tensors) - 3 * size
+        ctx.have_bias = [bias is not None for bias in biases]
+        ctx.save_for_backward(x, *numbers, *(weights if ctx.needs_input_grad[2] else ()))
+        if boundary is not None:
+            return tuple(_linears(x, weights, biases, *boundary))
         return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, *others = ctx.saved_tensors
         numbers, weights, unused = others[: len(gradients)], others[len(gradients) :], [None] * len(gradients)
-        dx = multiply(list(zip(gradients, weights, strict=True))) if weights else None
-        dtokens = linears_given(gradients, x, numbers, ctx.have_bias)
-        return None, dx, *unused, *unused, *unused, *dtokens[: ctx.num_tokens]
-
-
-class _Linears(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, boundary: tuple[Any, ...], size: int, x: Tensor, *tensors: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        parts: Any = [list(tensors[k * size : (k + 1) * size]) for k in range(3)]
-        weights, biases, numbers = parts
-        ctx.boundary, ctx.num_tokens = boundary, len(tensors) - 3 * size
-        ctx.save_for_backward(x, *numbers, *(weights if ctx.needs_input_grad[2] else ()))
-        return tuple(_linears(x, weights, biases, *boundary))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, *others = ctx.saved_tensors
-        numbers, weights, unused = others[: len(gradients)], others[len(gradients) :], [None] * len(gradients)
-        dx, dtokens = _linears_backward(gradients, x, weights, numbers, *ctx.boundary)
+        dx: Tensor | None = None
+        if ctx.boundary is not None:
+            dx, dtokens = _linears_backward(gradients, x, weights, numbers, *ctx.boundary)
+        else:
+            dx = multiply(list(zip(gradients, weights, strict=True))) if weights else None
+            dtokens = linears_given(gradients, x, numbers, ctx.have_bias)
         return None, None, dx if weights else None, *unused, *unused, *unused, *dtokens[: ctx.num_tokens]
 
 
@@ -360,9 +348,8 @@ def linears(ports: Sequence[Port], x: Tensor, pairs: Sequence[Pair], boundary: R
     """Do the same as split_backward.linears, in a graph."""
     weights, biases = [weight for weight, _ in pairs], [bias for _, bias in pairs]
     numbers = [port.number for port in ports]
-    given = (len(ports), x, *weights, *biases, *numbers, *tokens_of(ports))
-    is_bare = boundary is NO_BOUNDARY
-    outputs: Sequence[Tensor] = _Products.apply(*given) if is_bare else _Linears.apply(boundary.described, *given)
+    described = None if boundary is NO_BOUNDARY else boundary.described
+    outputs: Sequence[Tensor] = _Linears.apply(described, len(ports), x, *weights, *biases, *numbers, *tokens_of(ports))
     return outputs
 
 

@@ -266,12 +266,9 @@ class StepByCalls:
             self._around, self._scaled = None, False
             self._progress.restart()
 
-    def is_boundary(self) -> bool:
-        """Return whether the current micro-batch is the last of its step."""
-        return self._progress.is_boundary(self._data.sizes.num_micro_batches)
-
     def _reduces(self) -> list[Instruction]:
         every_time = self._update.policy.reduce_per_micro_batch
+        is_last = self._progress.is_boundary(self._data.sizes.num_micro_batches)
         if not self._synchronizes and every_time:
             raise ConfigError(
                 "no_sync delays the reduction of gradients, but they are reduced in every micro-batch and never kept whole; "
@@ -282,7 +279,7 @@ class StepByCalls:
                 "engine.backward: the gradients of this step are already summed over the replicas, and would be summed once "
                 "more; give one call the sum of a micro-batch's losses, or run all but the step's last inside engine.no_sync()"
             )
-        self._progress.reduced = self._synchronizes and (self.is_boundary() or every_time)
+        self._progress.reduced = self._synchronizes and (is_last or every_time)
         if not self._progress.reduced:
             return []
         num_buckets = len(self._update.reducer.buckets.get((0,), ()))

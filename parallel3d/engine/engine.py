@@ -307,7 +307,7 @@ class Engine:
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the current micro-batch is the last of its step."""
-        return self._calls.is_boundary()
+        return self.progress.is_boundary(self.data.sizes.num_micro_batches)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backwards add to this rank's gradients without reducing them over the replicas."""
