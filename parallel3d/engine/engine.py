@@ -17,7 +17,7 @@ from parallel3d.engine.auto import AutoSchedule
 from parallel3d.engine.calls import StepByCalls, StepProgress, check_metrics
 from parallel3d.engine.compile import Compilation
 from parallel3d.engine.flops import peak_of
-from parallel3d.engine.fp8_gathers import mark_gathers
+from parallel3d.engine.fp8 import mark_gathers
 from parallel3d.engine.garbage import GarbageFreezer
 from parallel3d.engine.reports import Reports
 from parallel3d.engine.state import Checkpoints, Location

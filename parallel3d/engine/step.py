@@ -18,8 +18,7 @@ from parallel3d.comm.transport import Transport
 from parallel3d.config import Config
 from parallel3d.engine.attention import attention_context
 from parallel3d.engine.calls import StepProgress
-from parallel3d.engine.fp8 import check_device, linears_of, use_fp8
-from parallel3d.engine.fp8_gathers import gather_in_fp8
+from parallel3d.engine.fp8 import check_device, gather_in_fp8, linears_of, use_fp8
 from parallel3d.engine.reports import Reports
 from parallel3d.engine.update import LossShare, WeightUpdate, countable
 from parallel3d.errors import ConfigError

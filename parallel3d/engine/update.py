@@ -19,9 +19,8 @@ from parallel3d.optim.precision import LossScaler, Precision
 from parallel3d.parameters import ParameterInfo
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.schedule.instructions import Instruction, Op
-from parallel3d.zero.buckets import Bucket, ShardHomes
+from parallel3d.zero.buckets import Bucket, FrozenBucket, ShardHomes, shard_frozen
 from parallel3d.zero.disk import ScratchFile
-from parallel3d.zero.frozen import FrozenBucket, shard_frozen
 from parallel3d.zero.host_shards import HostShards
 from parallel3d.zero.memory import moments_of, predict_shards, predict_state
 from parallel3d.zero.optimizer import ShardedOptimizer, StepAgreement

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parallel3d.config import ZeroConfig
@@ -183,7 +184,8 @@ def gather_what_is_read(
     for inner in module.modules():
         vars(inner)["_parameters"] = WatchedParameters(inner._parameters)
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=list(devices)):
+        # Neither counted nor kept for a recomputation.
+        with torch.no_grad(), _disable_current_modes(), torch.random.fork_rng(devices=list(devices)):
             forward(*copies[0], **copies[1])
     finally:
         unwatch(module)
