@@ -89,11 +89,6 @@ class ScratchFile:
     """
 
     def __init__(self, directory: str | Path, nbytes: int, block_bytes: int = 8 << 20, in_flight: int = 8):
-        if block_bytes <= 0 or block_bytes % ALIGNMENT or in_flight < 1:
-            raise OffloadError(
-                f"a scratch file can't have requests of {block_bytes} bytes, {in_flight} at a time; set aio.block_size to a "
-                f"multiple of {ALIGNMENT}, and aio.queue_depth to 1 or more"
-            )
         self.directory, self.nbytes = directory, nbytes
         self.reads, self.writes = Traffic(), Traffic()
         self._block_bytes = block_bytes
