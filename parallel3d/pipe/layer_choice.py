@@ -42,7 +42,7 @@ def choice_rule(choice: LayerChoice | None, names: Sequence[str], key: str) -> C
     return lambda k, layer: names[k] in chosen
 
 
-# Policy of all layers, or by their class names and indices.
+# Policy of all layers, or policies by class names and indices, and "default".
 Policies = RecomputationPolicy | Mapping[str, RecomputationPolicy]
 PolicyRule = Callable[[int, Any], RecomputationPolicy]
 
@@ -51,8 +51,8 @@ def policy_rule(choice: LayerChoice | None, policies: Policies, names: Sequence[
     """Return a function (layer index, layer) -> its policy of recomputation, "none" for layers that aren't chosen.
 
     - choice: which layers are recomputed. names: the names of all layers.
-    - policies: of these. The policy of an index comes before that of a name; layers without either have that of "default", or
-      else "none".
+    - policies: of these layers. The policy of an index comes before that of a class name; layers without either have that of
+      "default", or else "none".
 
     Raises ConfigError as choice_rule does, and for an index that no layer has.
     """
@@ -61,8 +61,8 @@ def policy_rule(choice: LayerChoice | None, policies: Policies, names: Sequence[
         return lambda k, layer: policies if chosen(k, layer) else "none"
     key = "activation_checkpointing.policy"
     indices = [name for name in policies if name.isdecimal()]
-    if beyond := [k for k in indices if int(k) >= len(names)]:
-        raise ConfigError(f"{key} names layer {beyond[0]}, but the layers have the numbers 0 to {len(names) - 1}")
+    if unknown := [k for k in indices if k not in map(str, range(len(names)))]:
+        raise ConfigError(f"{key} names layer {unknown[0]}, but the layers have the numbers 0 to {len(names) - 1}")
     choice_rule([name for name in policies if name not in ("default", *indices)] or None, names, key)
     default = policies.get("default", "none")
     return lambda k, layer: policies.get(str(k), policies.get(names[k], default)) if chosen(k, layer) else "none"

@@ -203,7 +203,8 @@ class Units:
         self.sizes = {unit: sum(w.numel for w in own) for unit, own in weights.items()}
         self._unit_of = {p: unit for unit, own in weights.items() for w in own for p in w.parameters}
         self._nbytes = {unit: sum(w.nbytes for w in own) for unit, own in weights.items()}
-        self._held: dict[int, int] = {}  # units that are gathered here, and not by GatheredParameters, and their bytes
+        # Unit -> what of it is gathered here, and not by GatheredParameters, and the bytes.
+        self._held: dict[int, list[tuple[ShardedWeights, int]]] = {}
         self.live = self.peak = self.live_bytes = self.peak_bytes = self.number = 0
 
     def elements(self, nbytes: int) -> int:
@@ -220,7 +221,7 @@ class Units:
 
     def is_gathered(self, unit: int) -> bool:
         """Return whether a unit is gathered, or is being gathered."""
-        return self._weights[unit][0].state is not WeightState.SHARDED
+        return all(each.state is not WeightState.SHARDED for each in self._weights[unit])
 
     def expect(self, units: Iterable[int]) -> None:
         """Read shards from the disk ahead for these units, which will be gathered next, in this order."""
@@ -229,11 +230,14 @@ class Units:
 
     def gather(self, unit: int) -> list[Work]:
         """Start to gather a unit, unless it is gathered; return the works of its collectives."""
-        gathered, weights = self.is_gathered(unit), self._weights[unit]
-        works = [each.gather() for each in weights]
-        if not gathered:
-            nbytes = self._held[unit] = sum(each.live_bytes for each in weights)
-            self.live, self.live_bytes = self.live + self.sizes[unit], self.live_bytes + nbytes
+        own = [each for each in self._weights[unit] if each.state is WeightState.SHARDED]
+        works = [each.gather() for each in self._weights[unit]]
+        if own:
+            held = self._held.setdefault(unit, [])
+            for each in own:
+                nbytes = each.live_bytes
+                held.append((each, nbytes))
+                self.live, self.live_bytes = self.live + each.numel, self.live_bytes + nbytes
             self.peak, self.peak_bytes = max(self.peak, self.live), max(self.peak_bytes, self.live_bytes)
             self.number += 1
         return works
@@ -246,11 +250,10 @@ class Units:
                 weights.wait()
 
     def release(self, unit: int) -> None:
-        """Release a unit, unless it is released, or was gathered by GatheredParameters."""
-        if unit in self._held:
-            self.live, self.live_bytes = self.live - self.sizes[unit], self.live_bytes - self._held.pop(unit)
-            for weights in self._weights[unit]:
-                weights.release()
+        """Release a unit, but for what GatheredParameters has gathered."""
+        for weights, nbytes in self._held.pop(unit, ()):
+            self.live, self.live_bytes = self.live - weights.numel, self.live_bytes - nbytes
+            weights.release()
 
     def keep_only(self, units: Collection[int]) -> None:
         """Release all other units."""

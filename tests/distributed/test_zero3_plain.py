@@ -340,6 +340,27 @@ def test_a_users_configuration_of_stage_3_trains_a_llama(run_ranks, name: str):
         assert on_device == (0, 0)
 
 
+# --- a part of a block that a script has gathered
+
+
+def train_while_gathered(name: str) -> tuple[bool, bool, set[str]]:
+    """Whether a block's weights are in several buckets, whether the gathered one stays whole, and the states afterwards."""
+    engine = make(shuffling(), {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 600})
+    block = engine.module.blocks[1]
+    weight = block.get_parameter(name)
+    with parallel3d.zero.GatheredParameters(weight):
+        before = weight.detach().clone()
+        engine.backward(shuffled(engine, 0, engine.global_rank))
+        stays = torch.equal(weight, before)
+    buckets = {id(vars(p)["sharded_weights"]) for p in block.parameters()}
+    return len(buckets) > 1, stays, {vars(p)["ds_status"].name for p in engine.module.parameters()}
+
+
+@pytest.mark.parametrize("name", ["first.weight", "second.weight"])
+def test_what_a_script_has_gathered_of_a_block_stays_and_the_rest_leaves(run_ranks, name: str):
+    assert run_ranks(2, train_while_gathered, name) == [(True, True, {"SHARDED"})] * 2
+
+
 # --- the whole state of a parameter
 
 

@@ -50,5 +50,6 @@ def test_policies_are_by_class_names_and_numbers():
         policy_rule(None, {"Blok": "cheap", "default": "none"}, NAMES)
     numbered = policy_rule(None, {"Block": "cheap", "1": "full", "3": "attention"}, NAMES)
     assert [numbered(k, None) for k in range(4)] == ["none", "full", "none", "attention"]
-    with pytest.raises(ConfigError, match="names layer 4, but the layers have the numbers 0 to 3"):
-        policy_rule(None, {"4": "cheap"}, NAMES)
+    for other in ("4", "01"):
+        with pytest.raises(ConfigError, match=f"names layer {other}, but the layers have the numbers 0 to 3"):
+            policy_rule(None, {other: "cheap"}, NAMES)
