@@ -96,11 +96,11 @@ class Slot:
 
     def wait_until_filled(self, stream: CudaStream) -> None:
         """Let the stream go on when the part of the message has arrived."""
-        stream.wait_for(self.filled, _int32(self.times))
+        stream.wait_for(self.filled, self.times)
 
     def release(self, stream: CudaStream) -> None:
         """Give the slot back to the sender once all earlier work on the stream is done."""
-        stream.write(self.emptied, _int32(self.times))
+        stream.write(self.emptied, self.times)
 
 
 class _End:
@@ -133,11 +133,11 @@ class Sender(_End):
             slot = self._next_slot()
             # Wait first for what is usually done long before.
             if slot.times > 1:
-                stream.wait_for(slot.emptied, _int32(slot.times - 1))
+                stream.wait_for(slot.emptied, slot.times - 1)
             if source == address:
                 stream.follow(posted)
             stream.copy(slot.address, source, length)
-            stream.write(slot.filled, _int32(slot.times))
+            stream.write(slot.filled, slot.times)
 
 
 class Arriving:
@@ -215,11 +215,6 @@ class Receiver(_End):
                     break
                 oldest.make_way(self._second)
             self._expected.popleft()
-
-
-def _int32(count: int) -> int:
-    """Wrap a count to int32, the type of the words in memory."""
-    return (count + 2**31) % 2**32 - 2**31
 
 
 _STAGE_SLOTS, _STAGE_SLOT_BYTES = 4, 16 * 2**20

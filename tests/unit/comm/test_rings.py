@@ -10,7 +10,6 @@ import pytest
 import torch
 from streams import CurrentStream, ThreadStream
 
-from parallel3d.comm.peer import copies
 from parallel3d.comm.peer.copies import Arriving, Channels, Receiver, Ring, Sender, pipeline_channels, shard_channels
 
 SLOT = 64
@@ -19,7 +18,7 @@ SLOT = 64
 def ring_after(num_slots: int, times: int) -> tuple[Sender, Receiver, list[ThreadStream]]:
     """The ends of a ring whose slots have all been filled so often, and streams: the sender's, the second, the current one."""
     slots = list(torch.zeros(num_slots * SLOT, dtype=torch.uint8).split(SLOT))
-    counts = [torch.full((num_slots,), copies._int32(times), dtype=torch.int32) for _ in range(2)]
+    counts = [torch.full((num_slots,), (times + 2**31) % 2**32 - 2**31, dtype=torch.int32) for _ in range(2)]
     ring = Ring(slots, *counts)
     streams = [ThreadStream(1), ThreadStream(2), ThreadStream(3)]
     sender, receiver = Sender(ring), Receiver(ring, streams[1], CurrentStream(streams[2]))
