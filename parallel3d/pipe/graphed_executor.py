@@ -25,6 +25,8 @@ from parallel3d.schedule.instructions import Instruction, Op, Program
 
 # Times that a program runs before it is captured.
 WARM_UP = 2
+# Number of shapes after which a warm-up begins anew: inputs with a value that always changes have a new signature each time.
+_MOST_SHAPES = 4096
 
 
 @dataclass
@@ -129,7 +131,7 @@ class GraphedExecutor(Executor):
             return _Mode.REPLAY
         if not batch.captures:
             return _Mode.EAGER
-        if program is not self._warm_up.program:
+        if program is not self._warm_up.program or len(self._warm_up.shapes) > _MOST_SHAPES:
             self._warm_up = _WarmUp(program)
         if self._warm_up.runs >= WARM_UP and shapes <= self._warm_up.shapes:
             self._warm_up = _WarmUp()
