@@ -139,6 +139,10 @@ class OwnStreams:
         self.most = self._number = 0
         self.capture: Capture | None = None
 
+    def __deepcopy__(self, memo: object) -> OwnStreams:
+        """Return these streams: a copy of a layer draws on the same rank."""
+        return self
+
     @contextmanager
     def captured(self, capture: Capture) -> Iterator[None]:
         """Let a capture begin the streams in this context."""

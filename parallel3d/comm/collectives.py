@@ -216,7 +216,12 @@ class Awaited:
 
 
 # Collectives in words, for records of waits.
-_NAMES = {"all_reduce": "an all-reduce", "reduce_scatter": "a reduce-scatter", "all_gather": "an all-gather"}
+_NAMES = {
+    "all_reduce": "an all-reduce",
+    "reduce_scatter": "a reduce-scatter",
+    "all_gather": "an all-gather",
+    "broadcast": "a broadcast",
+}
 
 
 def _is_alone(group: Group) -> bool:
@@ -270,13 +275,7 @@ def all_gather_into(whole: Tensor, shard: Tensor, group: Group) -> Work:
 
 def broadcast(tensor: Tensor, source: int, group: Group) -> None:
     """Copy `tensor` from global rank `source` to the group, in place."""
-    if group.handle is not None:
-        start = partial(dist.broadcast, tensor, source, group=group.handle)
-        with group.waiting("a broadcast"):
-            if LOG.takes("broadcast"):
-                LOG.run(("broadcast", tensor.nbytes, group.size), tensor.device, start)
-            else:
-                start()
+    _start("broadcast", tensor, group, partial(dist.broadcast, tensor, source)).wait()
 
 
 def all_gather_integers(values: list[int], group: Group) -> list[list[int]]:

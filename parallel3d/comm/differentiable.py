@@ -103,23 +103,15 @@ def _copy(x: Tensor, group: Group) -> Tensor:
     return x.view_as(x)
 
 
-def _sum(x: Tensor, group: Group) -> Tensor:
+def _sum(x: Tensor, group: Group, in_place: bool = False) -> Tensor:
     kernel = group.all_reduce_kernel
     if kernel is None or not kernel.takes(x):
-        # A copy: a gradient that arrives here may be another consumer's too.
-        return start_all_reduce(x.clone(memory_format=torch.contiguous_format), group)()
+        # Else a copy: a gradient that arrives here may be another consumer's too.
+        return start_all_reduce(x if in_place else x.clone(memory_format=torch.contiguous_format), group)()
     given = x.contiguous()
-    total = torch.empty_like(given, memory_format=torch.contiguous_format)
+    total = given if in_place else torch.empty_like(given)
     kernel.sum_into(total, given)
     return total
-
-
-def _sum_in_place(x: Tensor, group: Group) -> Tensor:
-    kernel = group.all_reduce_kernel
-    if kernel is None or not kernel.takes(x):
-        return start_all_reduce(x, group)()
-    kernel.sum_into(x, x)
-    return x
 
 
 def _gather(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -138,7 +130,7 @@ def _reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
 _TABLE: dict[str, tuple[Callable[..., Tensor], str]] = {
     "copy": (_copy, "sum"),
     "sum": (_sum, "copy"),
-    "sum_in_place": (_sum_in_place, "copy"),
+    "sum_in_place": (partial(_sum, in_place=True), "copy"),
     "gather": (_gather, "own_part"),
     "own_part": (_own_part, "gather"),
     "all_gather": (_gather, "reduce_scatter"),

@@ -269,9 +269,10 @@ def train_interrupted(directory: str, config: dict[str, Any]) -> list[Tensor]:
     return losses
 
 
-def test_graphs_go_on_after_evaluations_short_steps_and_loads(run_ranks, tmp_path: Path):
+@pytest.mark.parametrize("config", [{}, {**BF16, "fp8": {"enabled": True}}])
+def test_graphs_go_on_after_evaluations_short_steps_and_loads(run_ranks, tmp_path: Path, config: dict[str, Any]):
     ((graphed,), (plain,)) = (
-        run_ranks(1, train_interrupted, str(tmp_path / str(graphs)), {"compile": {"cuda_graphs": graphs}})
+        run_ranks(1, train_interrupted, str(tmp_path / str(graphs)), {**config, "compile": {"cuda_graphs": graphs}})
         for graphs in (True, False)
     )
     assert all(map(torch.equal, graphed, plain))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor, nn
 
@@ -33,6 +35,14 @@ def test_parts_draw_apart_and_go_on_alike():
 def test_a_stream_that_was_not_ended_changes_nothing():
     for drawn, wanted in zip(draws(1, abandoned=True), draws(1), strict=True):
         assert torch.equal(drawn, wanted)
+
+
+def test_a_copied_layer_counts_as_drawing_on_the_same_rank():
+    streams = OwnStreams()
+    layer, stream = nn.Identity().train(), OwnStream(streams, 0)
+    layer.register_forward_hook(stream.begin)
+    copy.deepcopy(layer)(*INPUT)
+    assert streams.most == 1
 
 
 def test_evaluation_draws_from_the_common_stream():
