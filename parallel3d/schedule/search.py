@@ -160,6 +160,10 @@ class _ListSchedule:
         self._per_op = len(clock.rows) // len(SPLIT_OPS)
         self._chunks = [row.instruction.chunk for row in clock.rows]
         self._needs = [row.needs for row in clock.rows]
+        self._receivers = [placement[chunk] for chunk in self._chunks]  # of the result in each slot
+        for row in clock.rows:
+            if row.needs >= 0:
+                self._receivers[row.needs] = placement[row.instruction.chunk]
         self._needed, self._deferred = memory.needed, memory.deferred
         own = chunks_by_rank(placement)
         self._room = [sum(self._needed[d] for d in own[rank] if d >= c) for c, rank in enumerate(placement)]
@@ -172,20 +176,20 @@ class _ListSchedule:
 
     def run(self) -> list[list[int]]:
         """Return the order of each rank."""
-        moments = [0.0]
-        while moments:
-            now = heappop(moments)
-            while moments and moments[0] <= now:
-                heappop(moments)
-            for rank in self._ranks:
-                number = self._choose(rank, now) if rank.free <= now else None
-                if number is not None:
-                    row = self._rows[number]
-                    rank.free = now + row.time
-                    self._arrivals[row.gives] = rank.free + row.travel
-                    rank.order.append(number)
-                    heappush(moments, rank.free)
-                    heappush(moments, rank.free + row.travel)
+        # When a rank gets free, or a result reaches it: at other moments no rank has anything new to choose from.
+        events = [(0.0, k) for k in range(len(self._ranks))]
+        while events:
+            now, k = heappop(events)
+            rank = self._ranks[k]
+            number = self._choose(rank, now) if rank.free <= now else None
+            if number is not None:
+                row = self._rows[number]
+                rank.free = now + row.time
+                self._arrivals[row.gives] = rank.free + row.travel
+                rank.order.append(number)
+                heappush(events, (rank.free, k))
+                if self._receivers[row.gives] != k:
+                    heappush(events, (rank.free + row.travel, self._receivers[row.gives]))
         assert not any(any(rank.forwards) or any(rank.gradients) or rank.weights for rank in self._ranks)
         return [rank.order for rank in self._ranks]
 
