@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Graphs of one code object, in place of torch's limit against endless compilation. A layer compiles once in training and once
+# in evaluation, but many kinds of layers share their code.
+_MOST_GRAPHS = 1024
 Around = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -36,8 +39,8 @@ class FirstShapes:
         self.name, self.others = name, Counter[str]()
         self._function = function if around is None else around(function)
         self._before, self._begun = before, set[bool]()
-        self._compiled = torch.compile(self._function, **options)
         self._dynamic = bool(options.get("dynamic"))
+        self._compiled = torch.compile(self._function, **{**options, "dynamic": self._dynamic})
         self._first: dict[bool, Any] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -45,13 +48,15 @@ class FirstShapes:
         learns = torch.is_grad_enabled()
         if self._before is not None and learns not in self._begun and self._before(args, kwargs):
             self._begun.add(learns)
-        if self._dynamic:
-            return self._compiled(*args, **kwargs)
         if torch._dynamo.eval_frame._stance.stance != "default":  # as while text is generated
             return self._function(*args, **kwargs)
-        shapes = _shapes_of((args, kwargs) if kwargs else args)
+        shapes = None if self._dynamic else _shapes_of((args, kwargs) if kwargs else args)
+        is_first = learns not in self._first
         if shapes == self._first.setdefault(learns, shapes):
             try:
+                if is_first:
+                    with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS):
+                        return self._compiled(*args, **kwargs)
                 return self._compiled(*args, **kwargs)
             except torch._dynamo.exc.TorchRuntimeError:  # its first line doesn't say which operator failed, and why
                 self._compiled = self._function

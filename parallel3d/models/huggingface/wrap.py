@@ -9,12 +9,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from parallel3d.autograd.first_shapes import FirstShapes
 from parallel3d.checkpoint.export import Stored, all_of
 from parallel3d.errors import ConfigError, DataError
 from parallel3d.models.huggingface.adapters import unwrapped
@@ -26,6 +28,7 @@ from parallel3d.models.loss import SlicedLogits
 from parallel3d.parameters import copy_of, persistent_buffers, replace_tensors, whole_shape
 from parallel3d.specs import BuildContext, LayerSpec, TiedLayerSpec
 from parallel3d.tensor_parallel.linear import ColumnParallelLinear
+from parallel3d.zero.external import gather_what_is_read
 
 
 @dataclass(frozen=True)
@@ -236,6 +239,11 @@ class Layer(WrappedPart):
             for name, value in items
             if isinstance(value, (bool, int, float, str)) and not name.endswith("idx")
         ]
+
+    def compile(self, **options: Any) -> None:
+        """Compile the model's own layer. What is around it knows its place: each layer would have a graph of its own."""
+        call, before = self.layer._call_impl, partial(gather_what_is_read, self.layer, self.layer._call_impl)
+        self.layer._compiled_call_impl = FirstShapes(call, type(self.layer).__name__, before=before, **options)
 
     def forward(self, x: dict[str, Any]) -> dict[str, Any]:
         """Run the layer with the arguments that the model would pass."""

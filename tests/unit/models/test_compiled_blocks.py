@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from parallel3d.autograd.first_shapes import FirstShapes
 from parallel3d.autograd.selective import recomputed_in_graph
 from parallel3d.autograd.sink import GradientSink
 from parallel3d.autograd.split_backward import make_splittable, open_ports
@@ -139,6 +140,54 @@ def test_blocks_share_their_graph(make: Callable[[], nn.Module], options: dict[s
         block.compile(backend="aot_eager", fullgraph=True, **options)
         train(block)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+class Counted:
+    """Backend that counts its graphs and how often they run. static: whether no graph has a size as an input."""
+
+    def __init__(self) -> None:
+        self.graphs = self.runs = 0
+        self.static = True
+
+    def __call__(self, graph: torch.fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+        self.graphs += 1
+        self.static &= all(isinstance(example, Tensor) for example in examples)
+
+        def run(*inputs: Any) -> Any:
+            self.runs += 1
+            return graph(*inputs)
+
+        return run
+
+
+class AnyKind(nn.Module):
+    """Layers of many kinds in one class, as Hugging Face's layers are in their wrapper."""
+
+    def __init__(self, size: int, activation: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.activation = nn.Linear(size, size), activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.activation(self.linear(x))
+
+
+@pytest.mark.parametrize("options", [{}, RECOMPUTED], ids=["none", "cheap"])
+def test_more_kinds_of_layers_than_torchs_limit_are_all_compiled(options: dict[str, Any]):
+    """Each for its own sizes; torch by itself compiles 8 graphs of a class, and runs all further layers of it eagerly."""
+    torch.compiler.reset()
+    backend, kinds = Counted(), [nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.Mish, nn.Softplus, nn.SELU]
+    assert len(kinds) > torch._dynamo.config.recompile_limit
+    layers = [(size, AnyKind(size, kind())) for size, kind in enumerate(kinds, start=2) for _ in range(2)]
+    for size, layer in layers:
+        layer._compiled_call_impl = FirstShapes(layer._call_impl, "layer", backend=backend, **options)
+        x = torch.randn(3, size, requires_grad=True)
+        for _ in range(2):
+            layer(x).sum().backward()
+        with torch.no_grad():
+            layer(x)
+    assert backend.graphs == 2 * len(kinds)  # in training and without gradients
+    assert backend.runs >= 3 * len(layers)
+    assert backend.static
 
 
 def saved(layer: Callable[[Tensor], Tensor], x: Tensor, parameters: Iterable[Tensor]) -> int:

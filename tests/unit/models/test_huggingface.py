@@ -18,6 +18,7 @@ from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.models import from_hf, save_hf
 from parallel3d.models.huggingface.load import sizes_of
 from parallel3d.models.huggingface.weights import Weights, load_layer
+from parallel3d.models.huggingface.wrap import Layer, wrap
 from parallel3d.parameters import Slicing
 from parallel3d.pipe import PipelineModule
 
@@ -336,3 +337,17 @@ def test_layers_that_hugging_face_has_no_name_for(tmp_path):
         save_hf(PipelineModule(layers, num_stages=1), tmp_path / "out")
     with pytest.raises(CheckpointError, match="a Linear is no PipelineModule"):
         save_hf(SimpleNamespace(module=nn.Linear(1, 1)), tmp_path / "out")
+
+
+def test_wrapped_layers_of_a_kind_share_one_graph():
+    """Of more layers than the number of graphs that torch compiles of one function."""
+    torch.compiler.reset()
+    number = torch._dynamo.config.recompile_limit + 2
+    layers = [spec.build(None) for spec in wrap(make_model("phi", num_hidden_layers=number))]
+    torch._dynamo.utils.counters.clear()
+    x = token_ids(2, 4)
+    for layer in layers:
+        if isinstance(layer, Layer):
+            layer.compile(backend="eager")
+        x = layer(x)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
