@@ -26,7 +26,7 @@ from parallel3d.costs.layer_profile import LayerProfile, recomputed
 from parallel3d.costs.model_traces import ModelTraces, TracedModel, rows_of
 from parallel3d.costs.work import Work
 from parallel3d.errors import ConfigError
-from parallel3d.schedule.auto import Measured, Plan, make_plan
+from parallel3d.schedule.auto import Measured, most_held, shortest_program
 from parallel3d.schedule.instructions import COMPUTE_OPS, Op, Program, chunks_by_rank
 from parallel3d.schedule.list_clock import SPLIT_OPS
 from parallel3d.specs import BuildContext, Layer
@@ -100,111 +100,141 @@ def _seconds_of(work: Work) -> float:
     return compute_seconds(work, devices.device(_DEVICE)) + sent / (links.nvlink or links.pcie).bandwidth
 
 
-def choose(
-    options: Sequence[Sequence[Option]],
-    bounds: Sequence[int],
-    placement: Sequence[int],
-    state: Sequence[int],
-    in_flight: InFlight,
-    budget: float,
-) -> tuple[list[RecomputationPolicy], list[int]]:
-    """Return each layer's policy, and the bytes of each stage, which may be more than the budget if nothing more can be saved.
-
-    - options: of each layer, the first of which saves nothing. bounds, placement: of the chunks in layers, and their stages.
-    - state: bytes of each layer that don't depend on micro-batches.
-    """
-    chosen, found = [own[0] for own in options], []
-    for stage in range(max(placement) + 1):
-        chunks = {c: range(bounds[c], bounds[c + 1]) for c, s in enumerate(placement) if s == stage}
-        least = _Stage(options, chunks, state, partial(in_flight, stage)).fit(budget)
-        found.append(least.nbytes())
-        for k, option in least.chosen.items():
-            chosen[k] = option
-    return [option.policy for option in chosen], found
-
-
 @dataclass(frozen=True)
 class Choice:
-    """Policies of all layers, the bytes of each stage, and under schedule "auto" the predicted plan."""
+    """Policies of all layers, and the bytes of each stage, which are more than the budget if nothing more can be saved.
+
+    With schedule "auto" also the seconds of the shortest program that fits, and the times and bytes of the chunks for which it
+    was found.
+    """
 
     policies: Sequence[RecomputationPolicy]
     held: Sequence[float]
-    plan: Plan | None = None
+    makespan: float = inf
+    measured: Measured | None = None
 
     def rank(self, budget: float) -> tuple[bool, float]:
-        """Order choices: those that fit by the plan's length, then the others by their bytes."""
-        assert self.plan is not None
-        return max(self.held) > budget, max(self.held) if max(self.held) > budget else self.plan.makespan
+        """Order choices: those that fit by the program's length, then the others by their bytes."""
+        return max(self.held) > budget, max(self.held) if max(self.held) > budget else self.makespan
 
 
-def choose_with_program(
-    options: Sequence[Sequence[Option]],
-    bounds: Sequence[int],
-    placement: Sequence[int],
-    state: Sequence[int],
-    num_micro_batches: int,
-    max_in_flight: float,
-    budget: float,
-) -> Choice:
-    """Return the policies whose shortest program that fits is the shortest, as a simulation of it says.
+@dataclass(frozen=True)
+class LayerOptions:
+    """Layers of a pipeline, each with the options of its recomputation, and the bytes that a stage may take.
 
-    Tried are each policy alone, and what costs the least for a number of micro-batches in flight, with and without deferred
-    weight gradients; then what costs the least for the programs of all these. For other arguments see `choose`.
-
-    - max_in_flight: the most activations in flight, as a multiple of those of 1F1B on its first rank.
+    - options: of each layer, the first of which saves nothing. bounds, placement: of the chunks in layers, and their stages.
+    - state: bytes of each layer that don't depend on micro-batches. budget: bytes of a stage.
     """
-    tried: dict[tuple[RecomputationPolicy, ...], Choice] = {}
 
-    def weigh(policies: Sequence[RecomputationPolicy]) -> None:
-        if tuple(policies) not in tried:
-            chosen = [next((o for o in own if o.policy == p), own[0]) for own, p in zip(options, policies, strict=True)]
-            tried[tuple(policies)] = with_plan(
-                chosen, bounds, placement, state, num_micro_batches, max_in_flight, budget
-            )
+    options: Sequence[Sequence[Option]]
+    bounds: Sequence[int]
+    placement: Sequence[int]
+    state: Sequence[int]
+    budget: float
 
-    for policy in dict.fromkeys(option.policy for own in options for option in own):
-        weigh([policy] * len(options))
-    most = min(num_micro_batches, max_in_flight * (max(placement) + 1))
-    for number, defers in product(range(_NUMBERS), (False, True)):
-        in_flight: InFlight = partial(_of_each, 1 + number / (_NUMBERS - 1) * (most - 1), defers)
-        weigh(choose(options, bounds, placement, state, in_flight, budget)[0])
-    for choice in list(tried.values()):
-        assert choice.plan is not None
-        in_flight = ProgramBytes(choice.plan.program(num_micro_batches))
-        weigh(choose(options, bounds, placement, state, in_flight, budget)[0])
-    return min(tried.values(), key=lambda choice: choice.rank(budget))
+    def choose(self, in_flight: InFlight) -> Choice:
+        """Return the policies that cost the least."""
+        chosen, found = [own[0] for own in self.options], []
+        for stage, own in enumerate(chunks_by_rank(self.placement)):
+            chunks = {c: range(self.bounds[c], self.bounds[c + 1]) for c in own}
+            least = _Stage(self.options, chunks, self.state, partial(in_flight, stage)).fit(self.budget)
+            found.append(least.nbytes())
+            for k, option in least.chosen.items():
+                chosen[k] = option
+        return Choice([option.policy for option in chosen], found)
+
+    def choose_with_program(self, num_micro_batches: int, max_in_flight: float) -> Choice:
+        """Return the policies whose shortest program that fits is the shortest.
+
+        Tried are each policy alone, and what costs the least for a number of micro-batches in flight: the same on all chunks,
+        with deferred weight gradients, and in proportion to the time in which they come back. Then what costs the least for the
+        programs of these. Policies are left out whose program can't be the shortest, by a lower bound.
+
+        - max_in_flight: the most activations in flight, as a multiple of those of 1F1B on its first rank.
+        """
+        single = dict.fromkeys(option.policy for own in self.options for option in own)
+        candidates: list[Sequence[RecomputationPolicy]] = [
+            [policy if any(o.policy == policy for o in own) else own[0].policy for own in self.options]
+            for policy in single
+        ]
+        stages = chunks_by_rank(self.placement)
+        most = min(num_micro_batches, max_in_flight * len(stages))
+        ways = self.measure(candidates[0], max_in_flight)[0].ways()
+        first = sum(ways[c] for c in stages[0]) / len(stages[0])
+        ways_of_first = [way / first for way in ways]
+        for k, (shares, defers) in product(range(_NUMBERS), (([1.0] * len(ways), True), (ways_of_first, False))):
+            number = 1 + k / (_NUMBERS - 1) * (most - 1)
+            in_flight: InFlight = partial(_of_each, [max(1.0, number * share) for share in shares], defers)
+            candidates.append(self.choose(in_flight).policies)
+        pairs = _Pairs(self, num_micro_batches, max_in_flight)
+        for policies in sorted(candidates, key=pairs.bound):
+            program = pairs.weigh(policies)
+            if program is not None:
+                pairs.weigh(self.choose(ProgramBytes(program)).policies)
+        assert pairs.best is not None
+        return pairs.best
+
+    def measure(self, policies: Sequence[RecomputationPolicy], max_in_flight: float) -> tuple[Measured, list[int]]:
+        """Return the times and bytes of the chunks, and the bytes of each stage besides those of micro-batches."""
+        chosen = [next(o for o in own if o.policy == p) for own, p in zip(self.options, policies, strict=True)]
+        chunks = [range(*own) for own in pairwise(self.bounds)]
+        times = {op: [sum(chosen[k].times[n] for k in own) for own in chunks] for n, op in enumerate(SPLIT_OPS)}
+        held = [max(1, sum(chosen[k].saved for k in own)) for own in chunks]
+        deferred = [max(1, sum(chosen[k].deferred for k in own)) for own in chunks]
+        layers = [[k for c in own for k in chunks[c]] for own in chunks_by_rank(self.placement)]
+        others = [sum(self.state[k] for k in own) + max((chosen[k].within for k in own), default=0) for own in layers]
+        measured = Measured.of(
+            self.placement,
+            lambda i: times[i.op][i.chunk] if i.op in times else 0.0,
+            held,
+            deferred,
+            max_in_flight,
+            [self.budget - own for own in others],
+        )
+        return measured, others
 
 
-def _of_each(number: float, defers: bool, _: int, saved: Mapping[int, int], deferred: Mapping[int, int]) -> int:
-    return ceil(number * sum(max(nbytes, defers * deferred.get(c, 0)) for c, nbytes in saved.items()))
+class _Pairs:
+    """Pairs of policies and a program, as they are tried one after the other. best: the best so far."""
+
+    def __init__(self, layers: LayerOptions, num_micro_batches: int, max_in_flight: float):
+        self._layers, self._number, self._max_in_flight = layers, num_micro_batches, max_in_flight
+        self._tried: set[tuple[RecomputationPolicy, ...]] = set()
+        self.best: Choice | None = None
+
+    def bound(self, policies: Sequence[RecomputationPolicy]) -> float:
+        """Return a lower bound of the program's length."""
+        measured, _ = self._layers.measure(policies, self._max_in_flight)
+        return min(measured.bound(self._layers.placement, self._number, whole) for whole in (False, True))
+
+    def weigh(self, policies: Sequence[RecomputationPolicy]) -> Program | None:
+        """Find the program of policies that are new, and keep both if they are the best; None if they can't be."""
+        if tuple(policies) in self._tried:
+            return None
+        self._tried.add(tuple(policies))
+        budget = self._layers.budget
+        fits = self.best is not None and max(self.best.held) <= budget
+        below = self.best.makespan if self.best is not None and fits else inf
+        measured, others = self._layers.measure(policies, self._max_in_flight)
+        placement = self._layers.placement
+        held: Sequence[float] = [sum(measured.held[c] for c in own) for own in chunks_by_rank(placement)]
+        makespan, program = inf, None
+        if max(map(add, held, others)) <= budget:  # one micro-batch fits
+            found = shortest_program(placement, self._number, measured, below)
+            if found is None:
+                return None
+            makespan, program = found
+            held = most_held(program, measured)
+        choice = Choice(policies, list(map(add, held, others)), makespan, measured)
+        if self.best is None or choice.rank(budget) < self.best.rank(budget):
+            self.best = choice
+        return program
 
 
-def with_plan(
-    chosen: Sequence[Option],
-    bounds: Sequence[int],
-    placement: Sequence[int],
-    state: Sequence[int],
-    num_micro_batches: int,
-    max_in_flight: float,
-    budget: float,
-) -> Choice:
-    """Return these options, one of each layer, with the shortest program that fits. For other arguments see the above."""
-    chunks = [range(*own) for own in pairwise(bounds)]
-    times = {op: [sum(chosen[k].times[n] for k in own) for own in chunks] for n, op in enumerate(SPLIT_OPS)}
-    held = [max(1, sum(chosen[k].saved for k in own)) for own in chunks]
-    deferred = [max(1, sum(chosen[k].deferred for k in own)) for own in chunks]
-    layers = [[k for c in own for k in chunks[c]] for own in chunks_by_rank(placement)]
-    others = [sum(state[k] for k in own) + max((chosen[k].within for k in own), default=0) for own in layers]
-    measured = Measured.of(
-        placement,
-        lambda i: times[i.op][i.chunk] if i.op in times else 0.0,
-        held,
-        deferred,
-        max_in_flight,
-        [budget - own for own in others],
-    )
-    plan = make_plan(placement, num_micro_batches, measured)
-    return Choice([option.policy for option in chosen], list(map(add, plan.held, others)), plan)
+def _of_each(
+    numbers: Sequence[float], defers: bool, _: int, saved: Mapping[int, int], deferred: Mapping[int, int]
+) -> int:
+    return ceil(sum(numbers[c] * max(nbytes, defers * deferred.get(c, 0)) for c, nbytes in saved.items()))
 
 
 class _Stage:

@@ -26,10 +26,9 @@ from parallel3d.partition import MEASURED, Partition, StageLimit, resolve_partit
 from parallel3d.pipe.layer_choice import Policies, policy_rule
 from parallel3d.pipe.policies import (
     Choice,
+    LayerOptions,
     ProgramBytes,
     budget_of,
-    choose,
-    choose_with_program,
     describe_choice,
     options_of,
     trace_policies,
@@ -130,24 +129,24 @@ class LayerSplitter:
         traces = trace_policies(self._layers, self._sample, config, self._context)
         options = [options_of(traces, k, splits) for k in range(len(self._layers))]
         options = [[o for o in own if p in ("auto", o.policy)] for own, p in zip(options, self._policies, strict=True)]
-        where = partition.bounds, self._placement
+        bounds, placement = partition.bounds, self._placement
+        able = LayerOptions(options, bounds, placement, self._state(config), budget)
         choice: Choice | None = None
         if program is not None:
-            choice = Choice(*choose(options, *where, self._state(config), ProgramBytes(program), budget))
+            choice = able.choose(ProgramBytes(program))
         elif first:
             number = min(number, _MICRO_BATCHES_PER_STAGE * self._settings.num_stages)
             most = pipeline.max_in_flight or DEFAULT_MAX_IN_FLIGHT
-            choice = choose_with_program(options, *where, self._state(config), number, most, budget)
+            choice = able.choose_with_program(number, most)
         choice = all_gather_object(choice, self._context.groups.control)[0]
         assert choice is not None
         if first:
-            what = f"recomputation for {budget / 2**30:.4g} GiB:\n{describe_choice(choice, *where)}"
+            what = f"recomputation for {budget / 2**30:.4g} GiB:\n{describe_choice(choice, bounds, placement)}"
             (logger.info if max(choice.held) <= budget else logger.warning)("%s", what)
         chosen: dict[str, RecomputationPolicy] = {
             str(k): policy for k, policy in enumerate(choice.policies) if policy != "none"
         }
-        measured = None if choice.plan is None else choice.plan.measured
-        return ReadOnlyMapping(chosen | {"default": "none"}), measured
+        return ReadOnlyMapping(chosen | {"default": "none"}), choice.measured
 
     def _costs(self) -> list[float]:
         method = self._settings.partition_method

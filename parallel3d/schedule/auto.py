@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate, product
-from operator import add, itemgetter, le, lt
+from math import inf
+from operator import add, gt, itemgetter, le, lt, mul
 
 from pydantic import BaseModel, ConfigDict
 
 from parallel3d.errors import ScheduleError
 from parallel3d.schedule.builders import build, from_lists
-from parallel3d.schedule.instructions import SEND_OPS, Instruction, Op, Program
-from parallel3d.schedule.list_clock import SPLIT_OPS, Traffic
+from parallel3d.schedule.instructions import SEND_OPS, Instruction, Op, Program, chunks_by_rank
+from parallel3d.schedule.list_clock import SPLIT_OPS, ListClock, Traffic
 from parallel3d.schedule.order import validate
 from parallel3d.schedule.search import Memory, search
 from parallel3d.schedule.timing import Cost, decoder_cost, simulate
@@ -46,13 +48,14 @@ class Measured(Memory, Traffic):
         """Collect measurements.
 
         - cost: seconds of a compute instruction. If no whole backward takes time, it takes as long as its two halves.
-        - max_in_flight: see limits. room: the bytes that each rank has; the limit is at least what one micro-batch needs.
+        - max_in_flight: see limits. room: the bytes that each rank has; the limit is at least what one micro-batch needs if its
+          backward is whole.
         """
         forward, input_gradient, weight_gradient, backward = (
             tuple(cost(Instruction(op, c, 0)) for c in range(len(placement))) for op in (*SPLIT_OPS, Op.BACKWARD)
         )
         needed = list(map(max, held, deferred))
-        wanted, least = limits(placement, needed, max_in_flight), limits(placement, needed, 0.0)
+        wanted, least = limits(placement, needed, max_in_flight), limits(placement, held, 0.0)
         return Measured(
             forward=forward,
             input_gradient=input_gradient,
@@ -63,6 +66,31 @@ class Measured(Memory, Traffic):
             deferred=tuple(deferred),
             limit=tuple(map(max, map(min, wanted, room or wanted), least)),
             **(traffic.model_dump() if traffic is not None else {}),
+        )
+
+    def ways(self, whole: bool = False) -> list[float]:
+        """Return the time that a micro-batch takes from each chunk to the loss and back. whole: whether backwards are."""
+        back = self.backward if whole else self.input_gradient
+        return list(accumulate(map(add, reversed(self.forward), reversed(back))))[::-1]
+
+    def bound(self, placement: Sequence[int], num_micro_batches: int, whole: bool) -> float:
+        """Return a lower bound of the makespan of a program whose backwards are all whole, or all split.
+
+        A rank computes all micro-batches, beginning when the first one can reach it. And it holds each at least as long as its
+        way from the rank's chunk to the loss and back takes, but has room for a few of them at once.
+        """
+        reached = list(accumulate(self.forward, initial=0.0))
+        halves = [f + i + w for f, i, w in zip(self.forward, self.input_gradient, self.weight_gradient, strict=True)]
+        times = list(map(add, self.forward, self.backward)) if whole else halves
+        held = map(mul, self.held if whole else self.needed, self.ways(whole))
+        deferred = map(mul, self.deferred, (0.0,) * len(placement) if whole else self.weight_gradient)
+        used = list(map(add, held, deferred))
+        return max(
+            max(
+                reached[chunks[0]] + num_micro_batches * sum(times[c] for c in chunks),
+                num_micro_batches * sum(used[c] for c in chunks) / limit,
+            )
+            for chunks, limit in zip(chunks_by_rank(placement), self.limit, strict=True)
         )
 
     def cost(self, i: Instruction) -> float:
@@ -159,6 +187,20 @@ def make_plan(placement: Sequence[int], num_micro_batches: int, measured: Measur
     return _plan(*best, measured)
 
 
+def shortest_program(
+    placement: Sequence[int], num_micro_batches: int, measured: Measured, below: float
+) -> tuple[float, Program] | None:
+    """Return the makespan of a plan without traffic, and its program before backwards are fused; None if none is below `below`.
+
+    Where fusing backwards gains nothing, the makespan is that of `make_plan`'s program, but for transfers that wait for others.
+    """
+    found = [program for _, program in _candidates(tuple(placement), num_micro_batches, measured, below)]
+    if not found:
+        return None
+    clock = ListClock(found[0], measured.cost)
+    return min(((max(clock.ends(clock.lists(p))[0]), p) for p in found), key=itemgetter(0))
+
+
 def _is_shorter(makespan: float, other: float) -> bool:
     return makespan < other * (1 - 1e-6)
 
@@ -197,25 +239,38 @@ def _plan(name: str, program: Program, makespan: float, measured: Measured) -> P
 
 
 def _candidates(
-    placement: tuple[int, ...], num_micro_batches: int, measured: Measured
+    placement: tuple[int, ...], num_micro_batches: int, measured: Measured, below: float = inf
 ) -> Iterator[tuple[str, Program]]:
-    yield "search", search("auto", placement, num_micro_batches, measured, measured.cost)
-    if any(map(lt, measured.held, measured.deferred)):
-        # With recomputation, a micro-batch whose backward is whole holds less.
+    """Yield the programs that a plan may run, without some that can't be shorter than `below`."""
+    split, whole = (measured.bound(placement, num_micro_batches, whole) for whole in (False, True))
+    # With recomputation, a micro-batch whose backward is whole holds less.
+    holds_less = any(map(lt, measured.held, measured.deferred))
+    if split < below and not (holds_less and any(map(gt, measured.least(placement), measured.limit))):
+        yield "search", search("auto", placement, num_micro_batches, measured, measured.cost, below=below)
+    if holds_less and whole < below:
         none = (0.0,) * len(placement)
         changes = {"deferred": none, "input_gradient": measured.backward, "weight_gradient": none}
-        whole = measured.model_copy(update=changes)
-        split = search("auto", placement, num_micro_batches, whole, whole.cost)
-        yield "search", whole_backwards(split, range(num_micro_batches))
+        undivided = measured.model_copy(update=changes)
+        order = search("auto", placement, num_micro_batches, undivided, undivided.cost, below=below)
+        yield "search", whole_backwards(order, range(num_micro_batches))
+    for name, program in _named(placement, num_micro_batches) if min(split, whole) < below else ():
+        if all(map(le, most_held(program, measured), measured.limit)):
+            yield name, program
+
+
+@lru_cache(maxsize=1)  # the same for all policies that are weighed
+def _named(placement: tuple[int, ...], num_micro_batches: int) -> list[tuple[str, Program]]:
+    """Return the schedules of fixed form for this placement."""
     num_stages = max(placement) + 1
-    num_chunks = len(placement) // num_stages
+    found = []
     for name, kind in product(("1f1b", "zb-h1", "zbv", "interleaved"), ("loop", "v")):
         try:
-            program = build(name, num_stages, num_micro_batches, num_chunks, kind)
+            program = build(name, num_stages, num_micro_batches, len(placement) // num_stages, kind)
         except ScheduleError:
             continue  # not for this number or placement of chunks
-        if program.placement == placement and all(map(le, most_held(program, measured), measured.limit)):
-            yield name, program
+        if program.placement == placement:
+            found.append((name, program))
+    return found
 
 
 def most_held(program: Program, memory: Memory) -> tuple[float, ...]:
@@ -254,7 +309,8 @@ def first_plan(
     ones = (1.0,) * len(placement)
     guessed = predicted or Measured.of(placement, decoder_cost, ones, ones, max_in_flight)
     most = limits(placement, guessed.needed, max_in_flight)
-    guessed = guessed.model_copy(update={"limit": tuple(map(min, guessed.limit, most))})
+    limit = map(max, map(min, guessed.limit, most), guessed.least(placement))
+    guessed = guessed.model_copy(update={"limit": tuple(limit)})
     program = search("auto", tuple(placement), num_micro_batches, guessed, guessed.cost)
     return _plan("search", program, simulate(program, guessed.cost).makespan, guessed)
 

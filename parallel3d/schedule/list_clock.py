@@ -6,6 +6,7 @@ Faster than `timing`, with one simplification: a transfer never waits for anothe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from itertools import product
 from math import inf
 from typing import NamedTuple
@@ -82,7 +83,7 @@ class ListClock:
     """Times lists of the compute instructions of a program's chunks and micro-batches.
 
     rows: one for each instruction of the kinds `ops`, ordered by kind, then by chunk, then by micro-batch.
-    slack: added to the time of each transfer.
+    cost: of an instruction, whatever its micro-batch.
     """
 
     def __init__(
@@ -91,26 +92,38 @@ class ListClock:
         cost: Cost,
         ops: Sequence[Op] = (*SPLIT_OPS, Op.BACKWARD),
         traffic: Traffic | None = None,
-        slack: float = 0.0,
     ):
         self._traffic = traffic or Traffic()
         buckets = self._traffic.reductions or ((),) * program.num_chunks
         self._sums = list(map(sum, buckets))
         gathered, self._gathers = _gathered(program, self._traffic)
-        keys = product(ops, range(program.num_chunks), range(program.num_micro_batches))
-        self._numbers = {Instruction(*key): number for number, key in enumerate(keys)}
+        places = list(product(ops, range(program.num_chunks)))
+        instructions = [Instruction(*place, m) for place in places for m in range(program.num_micro_batches)]
+        self._numbers = {i: number for number, i in enumerate(instructions)}
         self.rows: list[Row] = []
-        for op, chunk in product(ops, range(program.num_chunks)):
+        self._sent: list[bool] = []  # whether the result of each row's kind and chunk goes to another rank
+        for op, chunk in places:
             first = Instruction(op, chunk, 0)
             needs, gives, send = self._needs(first), self._slot(first), send_after(program, first)
             earliest = gathered[chunk] if op is Op.FORWARD else 0.0
             completes = chunk if op in (Op.BACKWARD, Op.BACKWARD_WEIGHT) else -1
-            for m in range(program.num_micro_batches):
-                i = Instruction(op, chunk, m)
-                time, travel = cost(i), 0.0 if send is None else cost(send._replace(micro_batch=m)) + slack
-                released = _released(time, buckets[chunk]) if completes >= 0 else 0.0
-                slots = -1 if needs is None else needs + m, gives + m
-                self.rows.append(Row(i, *slots, time, travel, earliest, completes, released))
+            time, travel = cost(first), 0.0 if send is None else cost(send)
+            self._sent.append(send is not None)
+            released = _released(time, buckets[chunk]) if completes >= 0 else 0.0
+            number = len(self.rows)
+            self.rows += [
+                Row(i, -1 if needs is None else needs + m, gives + m, time, travel, earliest, completes, released)
+                for m, i in enumerate(instructions[number : number + program.num_micro_batches])
+            ]
+
+    def slowed(self, slack: float) -> ListClock:
+        """Return a clock with a time added to that of each transfer."""
+        other, number = copy(self), len(self.rows) // len(self._sent)
+        other.rows = [
+            Row(*row[:4], row.travel + slack, *row[5:]) if self._sent[k // number] else row
+            for k, row in enumerate(self.rows)
+        ]
+        return other
 
     def _slot(self, i: Instruction) -> int:
         return self._numbers[i._replace(op=Op.BACKWARD_INPUT) if i.op is Op.BACKWARD else i]

@@ -69,6 +69,9 @@ class _Rule(NamedTuple):
 
 
 _RULES = [_Rule(*r) for r in product(("alternate", "gradient", "forward"), (0.5, 0.1, 0.0), (0.0, 0.5))]
+# Four whose best order is seldom longer than the best of all by more than _MARGIN where memory is short.
+_FIRST = [_Rule(*r) for r in (("alternate", 0, 0), ("forward", 0.1, 0.5), ("gradient", 0, 0.5), ("alternate", 0.1, 0))]
+_MARGIN = 1.04
 # Three that are seldom all bad: their best order is within 2% of the best of all.
 _LIKELY = [_Rule("alternate", 0.1, 0.5), _Rule("alternate", 0.1, 0.0), _Rule("gradient", 0.0, 0.0)]
 _SLACKS = (0.0, 0.1, 0.5)  # delays of transfers, in forwards, by which equally short orders are compared
@@ -81,12 +84,16 @@ def search(
     memory: Memory,
     cost: Cost,
     roughly: bool = False,
+    below: float = inf,
 ) -> Program:
     """Find a short order of forwards, input and weight gradients; return it as a program of that name.
 
     cost: time of an instruction; a transfer's is that of its SEND. Of equally short orders, it returns the one that slow
-    transfers lengthen least. Equal arguments give equal programs. roughly: try fewer rules, in a sixth of the time. Raises
-    ScheduleError if a rank's limit doesn't suffice for one micro-batch.
+    transfers lengthen least. Equal arguments give equal programs.
+
+    roughly: try fewer rules, in a sixth of the time. below: stop when it is unlikely that a program is shorter than this.
+
+    Raises ScheduleError if a rank's limit doesn't suffice for one micro-batch.
     """
     for rank, (least, limit) in enumerate(zip(memory.least(placement), memory.limit, strict=True)):
         if not limit * (1 + _ROUNDING) >= least:
@@ -97,12 +104,15 @@ def search(
     plain = ListClock(empty, cost, SPLIT_OPS)
     per_op = len(plain.rows) // len(SPLIT_OPS)
     forward_time = sum(row.time for row in plain.rows[:per_op]) / per_op
-    clocks = {s: ListClock(empty, cost, SPLIT_OPS, slack=s * forward_time) if s else plain for s in _SLACKS}
+    clocks = {s: plain.slowed(s * forward_time) if s else plain for s in _SLACKS}
     work = sum(row.time for row in plain.rows) or 1.0
     bounds = [round(_bound(clock, empty) / work, 9) for clock in clocks.values()]
     best: list[list[int]] = []
     shortest = [inf]
-    for rule in _LIKELY if roughly else _RULES:
+    rules = _LIKELY if roughly else _RULES if below == inf else sorted(_RULES, key=lambda rule: rule not in _FIRST)
+    for number, rule in enumerate(rules):
+        if number == len(_FIRST) and shortest[0] * work > _MARGIN * below:
+            break
         order = _ListSchedule(clocks[rule.slack], placement, rule, memory).run()
         makespans: list[float] = []  # relative to all work, so that equal times tie; then with slow transfers
         for clock in clocks.values():
@@ -126,7 +136,7 @@ def _bound(clock: ListClock, program: Program) -> float:
     for chunk, rank in enumerate(program.placement):
         if rank not in program.placement[:chunk]:
             latest = max(latest, reached + work[rank])
-        reached += min(row.time + row.travel for row in clock.rows[chunk * m : (chunk + 1) * m])
+        reached += clock.rows[chunk * m].time + clock.rows[chunk * m].travel
     return latest
 
 
@@ -195,36 +205,35 @@ class _ListSchedule:
 
     def _choose(self, rank: _Rank, now: float) -> int | None:
         """Return the instruction that a free rank starts now, or None if it waits."""
-        forward, forward_at = self._first(rank.forwards, now, rank.limit - rank.held)
-        gradient, gradient_at = self._first(rank.gradients, now, inf)
-        turn = {"alternate": rank.after_forward, "gradient": True, "forward": False}[self._rule.choice]
-        if gradient_at <= now and (turn or forward_at > now):
-            number = rank.gradients[gradient].popleft()
-            chunk = self._chunks[number]
-            rank.held -= self._needed[chunk] - self._deferred[chunk]
-            rank.after_forward = False
-            rank.weights.append(number + self._per_op)
-            return number
-        if forward_at <= now:
-            number = rank.forwards[forward].popleft()
-            rank.held += self._needed[self._chunks[number]]
-            rank.after_forward = True
-            return number
-        if rank.weights:
-            through = now + self._rule.patience * self._rows[rank.weights[0]].time
-            if min(forward_at, gradient_at) >= through:
-                rank.held -= self._deferred[self._chunks[rank.weights[0]]]
-                return rank.weights.popleft()
+        gradient_first = {"alternate": rank.after_forward, "gradient": True, "forward": False}[self._rule.choice]
+        soonest = inf
+        for is_gradient in (gradient_first, not gradient_first):
+            room = inf if is_gradient else rank.limit - rank.held
+            queue, ready = self._first(rank.gradients if is_gradient else rank.forwards, now, room)
+            if queue is not None and ready <= now:
+                number = queue.popleft()
+                chunk = self._chunks[number]
+                if is_gradient:
+                    rank.held -= self._needed[chunk] - self._deferred[chunk]
+                    rank.weights.append(number + self._per_op)
+                else:
+                    rank.held += self._needed[chunk]
+                rank.after_forward = not is_gradient
+                return number
+            soonest = min(soonest, ready)
+        if rank.weights and soonest >= now + self._rule.patience * self._rows[rank.weights[0]].time:
+            rank.held -= self._deferred[self._chunks[rank.weights[0]]]
+            return rank.weights.popleft()
         return None
 
-    def _first(self, queues: Sequence[deque[int]], now: float, room: float) -> tuple[int, float]:
+    def _first(self, queues: Sequence[deque[int]], now: float, room: float) -> tuple[deque[int] | None, float]:
         """Return (queue, time): the first queue whose head is ready and fits, or else the one whose head is ready first."""
-        best, soonest = 0, inf
-        for k, queue in enumerate(queues):
+        best, soonest = None, inf
+        for queue in queues:
             if queue and (room == inf or self._room[self._chunks[queue[0]]] <= room):
                 ready = self._arrivals[self._needs[queue[0]]]
                 if ready <= now:
-                    return k, ready
+                    return queue, ready
                 if ready < soonest:
-                    best, soonest = k, ready
+                    best, soonest = queue, ready
         return best, soonest

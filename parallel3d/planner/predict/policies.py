@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from parallel3d.config import RecomputationPolicy
 from parallel3d.config.layout import Layout
-from parallel3d.pipe.policies import Option, ProgramBytes, choose, options_of
+from parallel3d.pipe.policies import LayerOptions, Option, ProgramBytes, options_of
 from parallel3d.planner.predict.costs import fullness_of
 from parallel3d.planner.predict.profile import ModelProfile, stage_layers
 from parallel3d.planner.search.result import StageMemory
@@ -36,19 +36,19 @@ def choose_policies(
     def in_flight(stage: int, saved: Mapping[int, int], deferred: Mapping[int, int]) -> int:
         return round(samples * most(stage, saved, deferred))
 
-    single = [own[:1] for own in options]
-    chosen, held = choose(single, bounds, placement, [0] * len(options), in_flight, 0.0)
-    found: dict[tuple[RecomputationPolicy, ...], tuple[float, float]] = {}
     state = [0] * len(options)
-    while len(found) < _ROUNDS and tuple(chosen) not in found:
-        memory = memory_of(layout.model_copy(update={"policy": tuple(chosen)}))
+    choice = LayerOptions([own[:1] for own in options], bounds, placement, state, 0.0).choose(in_flight)
+    found: dict[tuple[RecomputationPolicy, ...], tuple[float, float]] = {}
+    while len(found) < _ROUNDS and tuple(choice.policies) not in found:
+        chosen = tuple(choice.policies)
+        memory = memory_of(layout.model_copy(update={"policy": chosen}))
         seconds = sum(o.seconds for own, p in zip(options, chosen, strict=True) for o in own if o.policy == p)
-        found[tuple(chosen)] = max(1.0, fullness_of(memory)), seconds
-        for k, stage, nbytes in zip(first, memory, held, strict=True):
+        found[chosen] = max(1.0, fullness_of(memory)), seconds
+        for k, stage, nbytes in zip(first, memory, choice.held, strict=True):
             if k is not None:  # what has to be below 0 when the layers' bytes are added
                 needed = stage.reserved - stage.allocated + stage.phases["backward"] - stage.capacity
-                state[k] += needed - nbytes
-        chosen, held = choose(options, bounds, placement, state, in_flight, 0.0)
+                state[k] += needed - int(nbytes)
+        choice = LayerOptions(options, bounds, placement, state, 0.0).choose(in_flight)
     return layout.model_copy(update={"policy": min(found, key=found.__getitem__)})
 
 
