@@ -82,3 +82,34 @@ def test_a_tokenizer_with_another_vocabulary_is_told_before_the_step(run_ranks, 
         f"1 there is a token id {word}, but the model has words 0 to {VOCAB - 1}" for word in (VOCAB, -1)
     ]
     assert all(text.startswith("1 ") for text in second)
+
+
+def train_wrapped(source: str, policy: str, compiled: bool) -> tuple[list[torch.Tensor], int]:
+    """Losses and weights after two steps with split backwards, and the number of layers that were compiled apart."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "steps_per_print": None,
+        "pipeline": {"schedule": "zb-h1"},
+        "activation_checkpointing": {"policy": policy},
+        "compile": {"enabled": compiled, "backend": "aot_eager", "layers": ["Layer"]},
+    }
+    module = PipelineModule(from_hf(source), num_stages=1, loss_fn=causal_lm_loss, config=config)
+    engine, *_ = parallel3d.initialize(model=module, config=config)
+    ids = [token_ids(2, 9, seed) for seed in range(4)]
+    losses = [engine.train_batch(iter([(i, i) for i in ids[k : k + 2]])) for k in (0, 2)]
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return [*losses, *(p.detach().clone() for p in module.parameters())], graphs
+
+
+@pytest.mark.parametrize("policy", ["none", "cheap"])
+def test_compiled_layers_of_a_directory_share_a_graph_and_train_as_plain_ones(run_ranks, tmp_path: Path, policy: str):
+    save_model(tmp_path, "phi-norms", num_hidden_layers=3)
+    ((compiled, graphs),) = run_ranks(1, train_wrapped, str(tmp_path), policy, True)
+    ((plain, _),) = run_ranks(1, train_wrapped, str(tmp_path), policy, False)
+    assert graphs == 1
+    for got, wanted in zip(compiled, plain, strict=True):
+        assert torch.equal(got, wanted)
