@@ -28,6 +28,7 @@ from parallel3d.fake_device import standing_for
 from parallel3d.optim.precision import Precision, make_precision
 from parallel3d.specs import BuildContext, Layer, LayerSpec, LossFunction, TiedLayerSpec, layer_name
 from parallel3d.tensor_parallel.fp8 import attach_fp8, fits_fp8, is_linear, patterns_of
+from parallel3d.zero.fp8_weights import can_gather_in_fp8, is_in_fp8, let_gather_in_fp8, mark_weights
 from parallel3d.zero.policy import ZeroPolicy, make_policy
 
 # Advice of errors, for layers that communicate by themselves.
@@ -98,7 +99,7 @@ class ModelTraces:
         on_meta = model.device == "cuda" and model.precision.autocast is None
         self._fakes = (MetaFakes if on_meta else Fakes)(self._context, INSTEAD)
         given = model.config.fp8
-        self._fp8, self._stay = (Fp8(given) if given.enabled else None), patterns_of(given.filter)
+        self._fp8, self._patterns = (Fp8(given) if given.enabled else None), patterns_of(given.filter)
         # Kind of layer, least_work of its backwards -> the layer as it is trained, and its tensors for its profile.
         self._modules: dict[tuple[int, int | None], tuple[TrainedLayer, dict[str, Any]]] = {}
         self._tables: dict[int, int] = {}
@@ -176,6 +177,8 @@ class ModelTraces:
                 trains = attach_sink(module, fakes.device, precision.weights, accumulates, least_work)
                 if self._fp8 is not None and kind in self._model.inner and isinstance(module, nn.Module):
                     tensors["casts"] = self._use_fp8(module, trains[0])
+                    for name, like in (*tensors["parameters"], *tensors["frozen"]):
+                        let_gather_in_fp8(like, is_in_fp8(module.get_parameter(name)))
             trained = TrainedLayer(bind_forward(layer, module), precision, *trains)
             result = self._run(trained, x, splits, policy)
             self._modules[kind, least_work] = trained, tensors
@@ -187,14 +190,18 @@ class ModelTraces:
         """Let the linears of an inner layer compute in fp8; return the bytes of their weights' casts, kept for a step."""
         assert self._fp8 is not None
         self._fp8.keep(self)
+        linears = [m for name, m in module.named_modules() if is_linear(m) and fits_fp8(m) and not self._stays(name)]
+        mark_weights(module, linears if can_gather_in_fp8(self._model.config) else [])
         nbytes = 0
-        for name, linear in module.named_modules():
-            if is_linear(linear) and fits_fp8(linear) and not any(re.search(p, name) for p in self._stay):
-                attach_fp8(linear, self._fp8, sink)
-                weight = linear.get_parameter("weight")
-                self._fp8.layers[linear].cast_weight(weight, False)
-                nbytes += 2 * weight.numel()
+        for linear in linears:
+            attach_fp8(linear, self._fp8, sink)
+            weight = linear.get_parameter("weight")
+            self._fp8.layers[linear].cast_weight(weight, False)
+            nbytes += 2 * weight.numel()
         return nbytes
+
+    def _stays(self, name: str) -> bool:
+        return any(re.search(pattern, name) for pattern in self._patterns)
 
     def _run(
         self, layer: TrainedLayer, x: TensorTree, splits: bool, policy: SelectivePolicy | None = None

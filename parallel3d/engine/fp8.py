@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import dis
-import inspect
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cache, partial
-from itertools import pairwise
-from types import CodeType
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from parallel3d.autograd.fp8 import Fp8
 from parallel3d.autograd.sink import GradientSink
-from parallel3d.autograd.split_backward import has_hooks
 from parallel3d.comm.collectives import Group, all_gather_object, all_reduce_max
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import Config
@@ -30,7 +23,7 @@ from parallel3d.pipe.module import PipelineModule
 from parallel3d.pipe.single_stage import SingleStageModule
 from parallel3d.tensor_parallel.fp8 import attach_fp8, fits_fp8, is_linear, patterns_of
 from parallel3d.zero.external import WatchedParameters
-from parallel3d.zero.fp8_weights import Fp8Weights, let_gather_in_fp8
+from parallel3d.zero.fp8_weights import Fp8Weights, can_gather_in_fp8, mark_weights
 from parallel3d.zero.weights import weights_of
 
 # Ada's; Hopper's is 9.0.
@@ -100,39 +93,13 @@ def _choose(linears: Sequence[Named], choice: LayerNames) -> tuple[dict[str, set
 
 
 def mark_gathers(model: PipelineModule, config: Config) -> None:
-    """Let ZeRO-3 gather the weights of fp8 linears in fp8, before buckets are made; not those that others may read.
-
-    These are parameters that a module holds beside the linear, linears with hooks, and those whose weights the forward of a
-    module around them reads, as nn.MultiheadAttention does. Row-wise scales of a weight and its transpose differ, and shards on
-    the host are copied to the device as they are: there weights are gathered in their own dtype.
-    """
-    for p in model.layers.parameters():  # of an engine before
-        let_gather_in_fp8(p, False)
-    zero, fp8 = config.zero_optimization, config.fp8
-    on_host = zero.offload_param.device not in ("none", None)
-    if not fp8.enabled or fp8.recipe != "tensorwise" or zero.stage < 3 or on_host:
-        return
-    modules = list(model.layers.modules())
-    readers = Counter(p for m in modules for p in tree_leaves(list(vars(m).values())) if isinstance(p, nn.Parameter))
-    read = {linear for m in modules for linear in _read_by_forward(m)}
-    linears = linears_of(model)
-    *_, chosen = _choose(linears, fp8.filter)
-    for name, linear in linears:
-        weight = linear.get_parameter("weight")
-        if name in chosen and readers[weight] == 1 and linear not in read and not has_hooks(linear):
-            let_gather_in_fp8(weight, True)
-
-
-def _read_by_forward(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules inside one whose forward has `<name>.weight`, with their names."""
-    code = getattr(inspect.unwrap(module.forward), "__code__", None)
-    if code is not None and (names := _names_before_weight(code)):
-        yield from (inner for path, inner in module.named_modules() if path.rpartition(".")[2] in names)
-
-
-@cache
-def _names_before_weight(code: CodeType) -> set[str]:
-    return {before.argval for before, load in pairwise(dis.get_instructions(code)) if load.argval == "weight"}
+    """Let ZeRO-3 gather the weights of fp8 linears in fp8, before buckets are made; not those that others may read."""
+    chosen: list[nn.Module] = []
+    if can_gather_in_fp8(config):
+        linears = linears_of(model)
+        *_, names = _choose(linears, config.fp8.filter)
+        chosen = [linear for name, linear in linears if name in names]
+    mark_weights(model.layers, chosen)
 
 
 def gather_in_fp8(fp8: Fp8, linears: Sequence[Named], groups: ProcessGroups) -> None:

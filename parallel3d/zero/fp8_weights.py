@@ -2,19 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dis
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from itertools import pairwise
+from types import CodeType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from parallel3d.autograd.split_backward import has_hooks
 from parallel3d.comm.collectives import Work, all_gather_into
+from parallel3d.config import Config
 from parallel3d.logs import logger
 from parallel3d.zero.weights import ShardedWeights, WeightState
 
 # (out in fp8, x, scale): out = x * scale, all flat.
 Round = Callable[[Tensor, Tensor, Tensor], None]
+
+
+def can_gather_in_fp8(config: Config) -> bool:
+    """Return whether weights of fp8 linears can be gathered in fp8.
+
+    Row-wise scales of a weight and its transpose differ, and shards on the host are copied to the device as they are: there
+    weights are gathered in their own dtype.
+    """
+    zero, fp8 = config.zero_optimization, config.fp8
+    on_host = zero.offload_param.device not in ("none", None)
+    return fp8.enabled and fp8.recipe == "tensorwise" and zero.stage >= 3 and not on_host
+
+
+def mark_weights(module: nn.Module, linears: Iterable[nn.Module]) -> None:
+    """Let buckets that are made from now on gather the weights of these fp8 linears of a module in fp8, and no other ones.
+
+    Not those that others may read: parameters that a module holds beside the linear, those of linears with hooks, and of
+    linears whose weights the forward of a module around them reads, as nn.MultiheadAttention does.
+    """
+    for parameter in module.parameters():
+        let_gather_in_fp8(parameter, False)
+    modules = list(module.modules())
+    readers = Counter(p for m in modules for p in tree_leaves(list(vars(m).values())) if isinstance(p, nn.Parameter))
+    read = {linear for m in modules for linear in _read_by_forward(m)}
+    for linear in linears:
+        weight = linear.get_parameter("weight")
+        if readers[weight] == 1 and linear not in read and not has_hooks(linear):
+            let_gather_in_fp8(weight, True)
+
+
+def _read_by_forward(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules inside one whose forward has `<name>.weight`, with their names."""
+    code = getattr(inspect.unwrap(module.forward), "__code__", None)
+    if code is not None and (names := _names_before_weight(code)):
+        yield from (inner for path, inner in module.named_modules() if path.rpartition(".")[2] in names)
+
+
+@cache
+def _names_before_weight(code: CodeType) -> set[str]:
+    return {before.argval for before, load in pairwise(dis.get_instructions(code)) if load.argval == "weight"}
 
 
 def let_gather_in_fp8(parameter: nn.Parameter, lets: bool) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from planner_clusters import with_quick_hosts
 from test_search import hosts, of_blocks, small_model, traced
 
+import parallel3d
 from parallel3d.config import load
 from parallel3d.config.layout import Layout, parse_layout
+from parallel3d.engine.fp8 import mark_gathers
+from parallel3d.pipe import PipelineModule
 from parallel3d.planner.cluster.file import load_cluster
 from parallel3d.planner.predict import program
 from parallel3d.planner.predict.costs import StepPrediction
@@ -19,6 +22,7 @@ from parallel3d.planner.search.plan import Planner, Question
 from parallel3d.planner.search.search import BranchAndBound, evaluate
 from parallel3d.schedule import draw
 from parallel3d.schedule.instructions import Op
+from parallel3d.zero.memory import unit_sizes
 
 
 def planner_of(
@@ -82,6 +86,24 @@ def test_live_weights_are_those_of_the_shortest_step_that_fits(memory: str | Non
     assert chosen.fits
     assert fitting
     assert chosen.seconds <= min(fitting) * 1.005
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_weights_of_fp8_linears_are_gathered_as_the_engine_gathers_them(
+    recipe: Literal["tensorwise", "rowwise"],
+) -> None:
+    planner = planner_of("dp4,zero3,1f1b,m2,mb1", 8, fp8={"enabled": True, "recipe": recipe})
+    step = planner.predictor.predict(planner.space.layout(0))
+    assert step.split.sharded is not None
+    planned = step.split.sharded.sizes[0]
+    parallel3d.init_distributed()
+    module = PipelineModule(planner.question.model.layers, num_stages=1)
+    mark_gathers(module, planner.profile.config)
+    assert planned == unit_sizes(module.parameter_infos(), [], step.split.policy, 4)
+    blocks = [size for size in planned.values() if size.numel != 1024 * 512]  # without the embedding and the head
+    per_element = [size.nbytes / size.numel for size in blocks]
+    # All but the norms of a block: 1,024 elements of 2.4 million.
+    assert per_element == pytest.approx([1.0 if recipe == "tensorwise" else 2.0] * len(blocks), rel=1e-3)
 
 
 def exactly_and_not(
