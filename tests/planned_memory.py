@@ -20,7 +20,8 @@ from parallel3d.monitor.memory import LiveStorages, RunMemory
 from parallel3d.pipe import PipelineModule
 from parallel3d.pipe import units as pipe_units
 from parallel3d.planner.predict.chunk_memory import ChunkMemory, MemoryReplay
-from parallel3d.planner.predict.memory import MemoryModel
+from parallel3d.planner.predict.chunks import Chunks
+from parallel3d.planner.predict.memory import MemoryModel, Room
 from parallel3d.planner.predict.profile import ModelProfile, layer_units, stage_parameters
 from parallel3d.planner.predict.program import Programs, make_buckets
 from parallel3d.planner.predict.sharded import sharded_weights
@@ -159,15 +160,13 @@ def predict(
     profile = ModelProfile(model(tied, layout.units), inputs, labels, LOSS, config, "cpu")
     memory, policy = MemoryModel(profile), profile.policy(layout.zero)
     placement = placement_of(layout.placement, layout.stages, layout.chunks)
-    layers = profile.layers(layout.tensor_ranks, layout.sequence_parallel)
-    parameters = stage_parameters(profile.specs, layers, bounds, placement)
+    split = Chunks(layout, placement, bounds)
+    parameters = stage_parameters(profile.specs, profile.layers(layout.model_copy(update={"recompute": 0}), 1), split)
     buckets = make_buckets(parameters, len(placement), policy, layout.replicas)
-    profiles = profile.layers(
-        layout.tensor_ranks, layout.sequence_parallel, recompute=layout.recompute, policy=layout.policy
-    )
+    profiles = profile.layers(layout, 1)
     units = layer_units(profile.specs, profiles)
     frozen: list[list[Any]] = [[]] * layout.stages
-    sharded = sharded_weights(layout, [policy] * layout.stages, profiles, units, parameters, frozen, placement, bounds)
+    sharded = sharded_weights(split, [policy] * layout.stages, profiles, units, parameters, frozen)
     lifetimes = (
         None if sharded is None else sharded.lifetimes(live_limits(config.zero_optimization, sharded.elements)[0])
     )
@@ -176,12 +175,12 @@ def predict(
     replay = MemoryReplay(program)
     between, stage_numbers = [], range(layout.stages)
     for stage in stage_numbers:
-        chunks = memory.chunks(replay, bounds, layout, stage).items()
+        chunks = memory.chunks(replay, split, stage).items()
         held = {c: ChunkMemory(chunk.held, chunk.kept_input, dict) for c, chunk in chunks}
         between.append(replay.peak(stage, held).held)
     gathered = [0] * layout.stages
     if sharded is not None:
         sizes = [{unit: size.nbytes for unit, size in own.items()} for own in sharded.sizes]
         gathered = list(map(peak_live, program.instructions, sizes))
-    stages = tuple(memory.stage(replay, bounds, layout, k, 2**40, 2**40, 1, live) for k, live in enumerate(gathered))
-    return stages, between, program, [replay.runs(k, memory.chunks(replay, bounds, layout, k)) for k in stage_numbers]
+    stages = tuple(memory.stage(replay, split, k, Room(2**40, 2**40), 1, live) for k, live in enumerate(gathered))
+    return stages, between, program, [replay.runs(k, memory.chunks(replay, split, k)) for k in stage_numbers]

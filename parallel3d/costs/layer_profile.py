@@ -58,6 +58,13 @@ class LayerProfile:
         """Bytes of the message back from the next stage."""
         return sum(boundary.nbytes for boundary in self.outputs if boundary.requires_grad)
 
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that the forward keeps for a whole backward, those of its inputs and of the loss included."""
+        saved = self.whole.saved
+        own = saved.own + sum(self.inputs[k] for k in saved.inputs)
+        return own if self.loss is None else own + self.loss.saved_bytes
+
     def held(self, splits: bool) -> LayerBytes:
         """Return the memory by the kind of backward."""
         return self.split if splits else self.whole

@@ -20,9 +20,10 @@ from parallel3d.comm.structures import TensorTree
 from parallel3d.config import ActivationCheckpointingConfig, Config, SelectivePolicy
 from parallel3d.costs.counter import OperatorCounter
 from parallel3d.costs.fakes import CudaFunctions, Fakes, MetaFakes
-from parallel3d.costs.layer_costs import alike, attach_sink, bind_forward
+from parallel3d.costs.forked import ForkedCalls
 from parallel3d.costs.layer_profile import LayerProfile
-from parallel3d.costs.tracing import LayerTrace, TrainedLayer
+from parallel3d.costs.tracing import LayerTrace
+from parallel3d.costs.trained_layer import Sample, TrainedLayer, alike
 from parallel3d.errors import PartitionError
 from parallel3d.fake_device import standing_for
 from parallel3d.optim.precision import Precision, make_precision
@@ -31,17 +32,19 @@ from parallel3d.tensor_parallel.fp8 import attach_fp8, fits_fp8, is_linear, patt
 from parallel3d.zero.fp8_weights import can_gather_in_fp8, is_in_fp8, let_gather_in_fp8, mark_weights
 from parallel3d.zero.policy import ZeroPolicy, make_policy
 
-# Advice of errors, for layers that communicate by themselves.
-INSTEAD = "communicate by parallel3d.tensor_parallel alone"
+Slicing = tuple[int, bool]  # tensor-parallel ranks, and whether sequences are split among them
+# What a trace depends on: number of the list of layers, slicing, policy that recomputes a part of each layer, and samples.
+TraceKey = tuple[int, Slicing, SelectivePolicy | None, int]
 
 
-@dataclass(frozen=True)
+@dataclass
 class TracedModel:
-    """A model to trace, in whatever layers: those that are alike in several lists of layers are traced once.
+    """A model to trace, in several lists of layers: those that are alike are traced once.
 
     - loss_fn: as PipelineModule takes it.
     - sample: (inputs, labels) of one micro-batch.
     - device: type of the device on which it trains, "cpu" or "cuda".
+    - instead: advice of errors, for layers that can't be traced.
     - inner: kinds of layers that are neither the first nor the last of a model: those that may compute in fp8.
     - distinct: layers that were traced, none like another; losses: traces of the loss by all that they depend on, which
       sequence parallelism is no part of.
@@ -54,16 +57,55 @@ class TracedModel:
     sample: tuple[Any, Any]
     config: Config
     device: str
+    instead: str = "communicate by parallel3d.tensor_parallel alone"
     distinct: list[Layer] = field(default_factory=list)
     _kinds: dict[int, tuple[int, Layer]] = field(default_factory=dict)
     losses: dict[Any, LayerProfile] = field(default_factory=dict)
     inner: set[int] = field(default_factory=set)
+    _lists: list[Sequence[Layer]] = field(default_factory=list)
+    _slicings: dict[Slicing, ModelTraces] = field(default_factory=dict)
+    _profiles: dict[TraceKey, tuple[LayerProfile, ...]] = field(default_factory=dict)
+    _elsewhere: ForkedCalls | None = None
+
+    def add(self, layers: Sequence[Layer]) -> int:
+        """Return the number of a further list of layers."""
+        self._lists.append(layers)
+        return len(self._lists) - 1
+
+    def profiles(self, *key: *TraceKey) -> tuple[LayerProfile, ...]:
+        """Return the profile of each layer. Raises PartitionError, which names the layer, for one that can't be traced."""
+        if key not in self._profiles:
+            found = None if self._elsewhere is None else self._elsewhere(key)
+            self._profiles[key] = found or self(key)
+        return self._profiles[key]
+
+    def trace_in(self, process: ForkedCalls, ahead: Sequence[TraceKey]) -> None:
+        """Trace in other processes from now on, if layers can be sent there, and `ahead` before these are needed.
+
+        Nothing may have been traced before: what a module makes for all later micro-batches is part of its first trace.
+        """
+        self._elsewhere = process if process.begin(self, ahead) else None
+
+    def __call__(self, key: TraceKey) -> tuple[LayerProfile, ...]:
+        """Trace, for the first time."""
+        number, slicing, policy, samples = key
+        if slicing not in self._slicings:
+            self._slicings[slicing] = ModelTraces(self, *slicing)
+        return self._slicings[slicing].profiles(self._lists[number], policy, samples)
+
+    def following(self, key: TraceKey) -> list[TraceKey]:
+        """Return the same of the other lists, after layers of the first one that are recomputed in part."""
+        return [(n, *key[1:]) for n in range(1, len(self._lists)) if key[0] == 0 and key[2] is not None]
+
+    def process(self, key: TraceKey) -> int:
+        """Return which of two processes traces it: all of one number of tensor-parallel ranks in one, for they share losses."""
+        return key[1][0].bit_length() % 2
 
     @cached_property
     def counter(self) -> OperatorCounter:
         """Counts operators and collectives of all traces."""
         compiled = self.config.compile.enabled
-        return OperatorCounter(INSTEAD, compiled, compiled and self.config.cuda_graphs is True)
+        return OperatorCounter(self.instead, compiled, compiled and self.config.cuda_graphs is True)
 
     def kind(self, layer: Layer) -> int:
         """Return the index of the distinct layer that costs the same as this one."""
@@ -97,7 +139,7 @@ class ModelTraces:
         independent = model.config.rng.layout_independent
         self._context = BuildContext(groups, torch.device("cpu"), sequence_parallel, independent)
         on_meta = model.device == "cuda" and model.precision.autocast is None
-        self._fakes = (MetaFakes if on_meta else Fakes)(self._context, INSTEAD)
+        self._fakes = (MetaFakes if on_meta else Fakes)(self._context, model.instead)
         given = model.config.fp8
         self._fp8, self._patterns = (Fp8(given) if given.enabled else None), patterns_of(given.filter)
         # Kind of layer, least_work of its backwards -> the layer as it is trained, and its tensors for its profile.
@@ -113,7 +155,7 @@ class ModelTraces:
     def profiles(
         self, layers: Sequence[Layer], policy: SelectivePolicy | None, samples: int
     ) -> tuple[LayerProfile, ...]:
-        """Return the profile of each layer. Raises PartitionError, which names the layer, for one that can't be traced.
+        """Return the profile of each layer, see TracedModel.
 
         policy: that recomputes a part of each layer, as activation_checkpointing.policy; None if nothing is recomputed.
         """
@@ -122,7 +164,7 @@ class ModelTraces:
         except PartitionError:
             if not isinstance(self._fakes, MetaFakes):
                 raise
-        self._fakes = Fakes(self._context, INSTEAD)
+        self._fakes = Fakes(self._context, self._model.instead)
         for known in (self._modules, self._tables, self._known):
             known.clear()
         return self._profiles(layers, policy, samples)
@@ -174,12 +216,11 @@ class ModelTraces:
             tensors = _tensors_of(module, precision.weights)
             with fakes.mode, fakes.device:
                 accumulates = self._model.policy.accumulator_dtype
-                trains = attach_sink(module, fakes.device, precision.weights, accumulates, least_work)
+                trained = TrainedLayer.of(layer, module, fakes.device, precision, accumulates, least_work)
                 if self._fp8 is not None and kind in self._model.inner and isinstance(module, nn.Module):
-                    tensors["casts"] = self._use_fp8(module, trains[0])
+                    tensors["casts"] = self._use_fp8(module, trained.sink)
                     for name, like in (*tensors["parameters"], *tensors["frozen"]):
                         let_gather_in_fp8(like, is_in_fp8(module.get_parameter(name)))
-            trained = TrainedLayer(bind_forward(layer, module), precision, *trains)
             result = self._run(trained, x, splits, policy)
             self._modules[kind, least_work] = trained, tensors
             return result
@@ -237,6 +278,18 @@ class ModelTraces:
             backward=own.backward + last.backward,
             loss=own,
         )
+
+
+def trace_layers(
+    layers: Sequence[Layer], sample: Sample, config: Config, context: BuildContext, instead: str
+) -> tuple[LayerProfile, ...]:
+    """Return the profiles of the layers of a rank, nothing recomputed. instead: see TracedModel.
+
+    Raises PartitionError, which names the layer, for one that can't be traced.
+    """
+    model = TracedModel(sample.loss_fn, (sample.inputs, sample.labels), config, context.device.type, instead)
+    slicing = context.groups.model.size, context.sequence_parallel
+    return model.profiles(model.add(layers), slicing, None, rows_of(model.sample))
 
 
 def _make_profile(name: str, whole: LayerTrace, split: LayerTrace, **fields: Any) -> LayerProfile:

@@ -8,23 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallel3d.autograd.entry import Entry
-from parallel3d.autograd.sink import GradientSink
 from parallel3d.comm.structures import TensorTree
 from parallel3d.costs.counter import Memory, OperatorCounter
+from parallel3d.costs.trained_layer import TrainedLayer
 from parallel3d.costs.work import Work
-from parallel3d.optim.precision import Precision
 
 T = TypeVar("T")
-
-_HOST = torch.device("cpu")
 
 
 class Boundary(NamedTuple):
@@ -71,26 +68,6 @@ class LayerBytes:
     backward_peak: int
     sole_peak: int
     weight_peak: int
-
-
-@dataclass(frozen=True)
-class TrainedLayer:
-    """A layer with its weights as they are trained.
-
-    - function: runs the layer; precision: of training.
-    - parameters: those to train, whose gradients `sink` adds to `accumulators`.
-    """
-
-    function: Callable[[Any], Any]
-    precision: Precision
-    sink: GradientSink = field(default_factory=GradientSink)
-    parameters: Sequence[nn.Parameter] = ()
-    accumulators: Sequence[Tensor] = ()
-
-    def run(self, x: Any) -> Any:
-        """Return the layer's output."""
-        with self.precision.autocasting(_HOST):
-            return self.function(x)
 
 
 class _NextLayer(torch.autograd.Function):

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from operator import add, attrgetter, sub
 from typing import Any, Literal
 
+# A byte moved takes as long as this number of FLOPs: an H200 sustains some 690e12 FLOP/s in bf16 GEMMs and 4.3e12 byte/s, an
+# A100 some 260e12 and 1.7e12.
+FLOPS_PER_BYTE = 160
+
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
 
@@ -56,6 +60,11 @@ class Work:
     def flops(self) -> float:
         """FLOPs of all matrix products, those of attention included."""
         return self.gemm_flops + self.fp8_flops + self.attention_flops
+
+    @property
+    def flops_and_bytes(self) -> float:
+        """FLOPs, with the bytes that other kernels move as FLOPs: the cost of partition method "flops"."""
+        return self.flops + FLOPS_PER_BYTE * self.moved
 
     @property
     def collectives(self) -> tuple[Collective, ...]:

@@ -21,9 +21,9 @@ import torch
 from parallel3d.comm.collectives import all_gather_object
 from parallel3d.config import SELECTIVE, Config, RecomputationPolicy
 from parallel3d.costs.devices import compute_seconds, preset_devices
-from parallel3d.costs.layer_costs import Sample
 from parallel3d.costs.layer_profile import LayerProfile, recomputed
-from parallel3d.costs.model_traces import ModelTraces, TracedModel, rows_of
+from parallel3d.costs.model_traces import TracedModel, rows_of
+from parallel3d.costs.trained_layer import Sample
 from parallel3d.costs.work import Work
 from parallel3d.errors import ConfigError
 from parallel3d.schedule.auto import Measured, most_held, shortest_program
@@ -60,11 +60,10 @@ class Option:
 def trace_policies(layers: Sequence[Layer], sample: Sample, config: Config, context: BuildContext) -> Traces:
     """Return the layers' profiles under each policy. Raises PartitionError for a layer that can't be traced."""
     model = TracedModel(sample.loss_fn, (sample.inputs, sample.labels), config, context.device.type)
-    traces = ModelTraces(model, context.groups.model.size, context.sequence_parallel)
-    rows = rows_of(model.sample)
+    how, rows = (model.add(layers), (context.groups.model.size, context.sequence_parallel)), rows_of(model.sample)
     # Plain layers last: if those with a policy can be traced on fake tensors only, all are.
-    cheap, attention = (traces.profiles(layers, policy, rows) for policy in SELECTIVE)
-    plain = traces.profiles(layers, None, rows)
+    cheap, attention = (model.profiles(*how, policy, rows) for policy in SELECTIVE)
+    plain = model.profiles(*how, None, rows)
     return {"none": plain, "cheap": cheap, "attention": attention, "full": [recomputed(profile) for profile in plain]}
 
 

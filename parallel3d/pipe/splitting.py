@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import ceil
@@ -15,8 +15,10 @@ from parallel3d.comm.collectives import all_gather_object
 from parallel3d.config import Config, PipelineConfig, RecomputationPolicy, batch_sizes, load_sections, read
 from parallel3d.config.load import Source
 from parallel3d.config.section import ReadOnlyMapping
-from parallel3d.costs.layer_costs import LayerCost, LayerProfiler, Sample
-from parallel3d.costs.profilers import FlopProfiler, TimeProfiler
+from parallel3d.costs.layer_profile import LayerProfile
+from parallel3d.costs.model_traces import trace_layers
+from parallel3d.costs.profilers import TimeProfiler
+from parallel3d.costs.trained_layer import Sample
 from parallel3d.errors import ConfigError, PartitionError, ScheduleError
 from parallel3d.logs import logger
 from parallel3d.optim.optimizers import empty_optimizer
@@ -48,6 +50,9 @@ from parallel3d.zero.policy import make_policy
 
 # The simulated step has this many micro-batches per stage: the real number is not known when the module is built.
 _MICRO_BATCHES_PER_STAGE = 4
+# Sections of the configuration that a trace of layers depends on; others may have values that are filled in later.
+_TRACED = ("fp16", "bf16", "torch_autocast", "amp", "compile", "fp8", "rng")
+_INSTEAD = "use partition method 'profile' or 'parameters'"
 
 
 def make_sample(inputs: Any, labels: Any, loss_fn: LossFunction, config: Source) -> Sample | None:
@@ -101,7 +106,7 @@ class LayerSplitter:
         shape = settings.num_stages, settings.num_chunks, settings.placement
         partition = resolve_partition(
             settings.partition_method,
-            self._costs(),
+            self._costs(config),
             [layer_name(layer) for layer in self._layers],
             self._ties,
             len(self._placement),
@@ -148,7 +153,7 @@ class LayerSplitter:
         }
         return ReadOnlyMapping(chosen | {"default": "none"}), choice.measured
 
-    def _costs(self) -> list[float]:
+    def _costs(self, source: Source) -> list[float]:
         method = self._settings.partition_method
         kind = method.lower() if isinstance(method, str) else None
         if kind not in MEASURED or len(self._placement) == 1:  # a single chunk needs no sample
@@ -158,18 +163,27 @@ class LayerSplitter:
                 f"partition method {method!r} runs the layers on a sample, and there is none; pass sample_input= (the inputs "
                 "of one micro-batch) to PipelineModule, on every rank, or use 'parameters'"
             )
-        costs = self._measure((FlopProfiler if kind == "flops" else TimeProfiler)(self._sample, self._context))
-        return [
-            cost.backward + cost.weight + cost.forward * (2 if recomputed else 1)
-            for cost, recomputed in zip(costs, self._recomputed, strict=True)
-        ]
+        sample, context = self._sample, self._context
+        if kind == "flops":
+            costs = self._agreed(lambda: [_flops(profile) for profile in self._traced(source, sample)])
+        else:
+            costs = self._agreed(lambda: TimeProfiler(sample, context).measure_all(self._layers))
+        return [sum(cost) + cost[0] * recomputed for cost, recomputed in zip(costs, self._recomputed, strict=True)]
 
-    def _measure(self, profiler: LayerProfiler) -> list[LayerCost]:
-        """Return the medians of all ranks' costs, the same on every rank; the random generators keep their states."""
+    def _traced(self, source: Source, sample: Sample) -> Sequence[LayerProfile]:
+        """Return the profiles of this rank's layers, from traces without memory."""
+        config = load_sections(source, *_TRACED)
+        return trace_layers(self._layers, sample, config, self._context, _INSTEAD)
+
+    def _agreed(self, find: Callable[[], Sequence[Sequence[float]]]) -> list[tuple[float, ...]]:
+        """Return the medians of what all ranks find for each layer; the random generators keep their states.
+
+        Raises PartitionError on all ranks if it is raised on one. Collective.
+        """
         states = generator_states(self._context.device)
-        own: list[LayerCost] | str
+        own: Sequence[Sequence[float]] | str
         try:
-            own = profiler.measure_all(self._layers)
+            own = find()
         except PartitionError as error:
             own = str(error)
         finally:
@@ -178,23 +192,16 @@ class LayerSplitter:
         for rank, answer in enumerate(everyone):
             if isinstance(answer, str):
                 raise PartitionError(answer if len(everyone) == 1 else f"rank {rank}: {answer}")
-        costs = []
-        for of_ranks in zip(*everyone, strict=True):
-            forward, backward, weight = map(median, zip(*(cost.parts for cost in of_ranks), strict=True))
-            costs.append(replace(of_ranks[0], forward=forward, backward=backward, weight=weight))
-        return costs
+        return [tuple(map(median, zip(*of_ranks, strict=True))) for of_ranks in zip(*everyone, strict=True)]
 
     # Bytes of a stage, for pipeline.max_stage_bytes
 
     def _limit(self, limit: int, source: Source) -> StageLimit:
         config = source if isinstance(source, Config) else read(source).config
-        activations = [0] * len(self._layers)
-        if self._sample is not None:
-            costs = self._measure(FlopProfiler(self._sample, self._context))
-            activations = [c.given if r else c.saved for c, r in zip(costs, self._recomputed, strict=True)]
-        if self._context.sequence_parallel:
-            # All activations are sharded. Without sequence parallelism they are counted as if none were.
-            activations = [held // self._context.groups.model.size for held in activations]
+        activations, sample = [0.0] * len(self._layers), self._sample
+        if sample is not None:
+            held = self._agreed(lambda: [(p.saved_bytes, sum(p.inputs)) for p in self._traced(config, sample)])
+            activations = [own[recomputed] for own, recomputed in zip(held, self._recomputed, strict=True)]
         return StageLimit(limit, self._state(config), activations, self._in_flight(config), self._ties)
 
     def _state(self, config: Config) -> list[int]:
@@ -259,3 +266,8 @@ def _moments(config: Config) -> int:
         return 2
     moments = moments_of(empty_optimizer(config.optimizer.type, config.optimizer.params))
     return 2 if moments is None else moments
+
+
+def _flops(profile: LayerProfile) -> tuple[float, float]:
+    """Return the costs of a forward and of a backward, in FLOPs."""
+    return profile.forward.flops_and_bytes, profile.backward.flops_and_bytes

@@ -131,13 +131,14 @@ def sliced_costs(method: str, tp: int) -> tuple[tuple[float, ...], tuple[int, ..
     return module.partition.costs, module.partition.bounds
 
 
-def test_sliced_layers_are_traced_whole_and_count_their_share(run_ranks) -> None:
+def test_sliced_layers_are_traced_as_a_rank_has_them(run_ranks) -> None:
     ((whole, bounds),) = run_ranks(1, sliced_costs, "flops", 1)
     sliced = run_ranks(2, sliced_costs, "flops", 2)
-    for costs, own_bounds in sliced:
-        assert own_bounds == bounds
-        # All but norms, which no rank slices, and these are small.
-        assert sum(costs) == pytest.approx(sum(whole) / 2, rel=0.05)
+    assert len(set(sliced)) == 1
+    costs, own_bounds = sliced[0]
+    assert own_bounds == bounds
+    # Besides half of the products and of the bytes, it has copies of what is gathered: test_costs.py counts both.
+    assert all(all_of / 2 < own < all_of for own, all_of in zip(costs, whole, strict=True))
 
 
 def test_sliced_layers_are_measured_together(run_ranks) -> None:

@@ -42,6 +42,7 @@ from torch import Tensor
 
 import parallel3d
 from parallel3d.config import load
+from parallel3d.config.layout import Layout
 from parallel3d.monitor.memory import LiveStorages
 from parallel3d.pipe import PipelineModule
 from parallel3d.pipe.layer_choice import policy_rule
@@ -204,11 +205,10 @@ def predicted(model: PlannedModel, work: Workload, policy: str, compiled: bool, 
     )
     profile = ModelProfile(model.layers, *model.sample(1), model.loss_fn, config, device)
     if policy == "full":
-        return sum(profile.layers(micro_batch=work.micro_batch)[1].inputs)
+        return sum(profile.layers(Layout(micro_batch=work.micro_batch))[1].inputs)
     selective: Any = None if policy == "none" else policy
-    layer = profile.layers(1, False, work.micro_batch, int(selective is not None), selective)[1]
-    saved = layer.whole.saved
-    return saved.own + sum(layer.inputs[k] for k in saved.inputs)
+    layout = Layout(micro_batch=work.micro_batch, recompute=int(selective is not None), policy=selective)
+    return profile.layers(layout)[1].saved_bytes
 
 
 def measure(model: PlannedModel, work: Workload, how: str, on_gpu: bool) -> list[dict[str, Any]]:

@@ -24,8 +24,8 @@ from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.topology import ProcessTopology
 from parallel3d.comm.transport import Transport
 from parallel3d.config import load
-from parallel3d.costs.layer_costs import LayerCost, Sample
-from parallel3d.costs.profilers import measure_layers
+from parallel3d.costs.profilers import LayerCost, measure_layers
+from parallel3d.costs.trained_layer import Sample
 from parallel3d.engine.attention import attention_context, missing
 from parallel3d.optim.precision import make_precision
 from parallel3d.planner.predict.profile import ModelProfile
@@ -273,7 +273,7 @@ def operator_seconds(device: torch.device) -> float:
     config = load({**model.config, "train_micro_batch_size_per_gpu": 1})
     costs = ModelProfile(model.layers, *model.sample(1), model.loss_fn, config).layers()[block]
     works = costs.forward, costs.input_gradient, costs.weight_gradient
-    return sum(measure_model(model, device)[block].parts) / sum(work.operators for work in works)
+    return sum(measure_model(model, device)[block]) / sum(work.operators for work in works)
 
 
 def copy_rates(size: int) -> dict[tuple[int, int], float]:

@@ -15,6 +15,7 @@ from parallel3d.costs.devices import compute_seconds
 from parallel3d.costs.layer_profile import LayerProfile
 from parallel3d.costs.work import Collective, CollectiveKind, Work
 from parallel3d.parameters import ParameterInfo
+from parallel3d.planner.predict.chunks import Chunks
 from parallel3d.planner.predict.program import Buckets
 from parallel3d.planner.predict.sharded import ShardedWeights
 from parallel3d.planner.predict.timing import Floats, LayoutLinks, Times, by_op
@@ -68,22 +69,18 @@ class StepCost:
 
 
 @dataclass(frozen=True, eq=False)
-class SplitLayout:
+class SplitLayout(Chunks):
     """A layout whose layers are split into chunks, with all that the seconds of its step depend on.
 
     - layers: profiles of the layers on a rank, for micro-batches of 1/`samples` of the layout's.
-    - placement: stage of each chunk; chunk c has layers bounds[c] to bounds[c + 1].
     - stages: parameters of each stage, and policies: of each; buckets: of their gradients.
     - compute_times: times of the chunks without reductions of gradients beside them.
     - sharded: weights that live as shards; None if all are whole, and in rough predictions.
     """
 
-    layout: Layout
     links: LayoutLinks
     layers: Sequence[LayerProfile]
     samples: int
-    placement: tuple[int, ...]
-    bounds: tuple[int, ...]
     compute_times: Times
     policies: Sequence[ZeroPolicy]
     stages: Sequence[Sequence[ParameterInfo]]

@@ -11,23 +11,33 @@ from parallel3d.comm.environment import CONTEXT_BYTES
 from parallel3d.comm.groups import communicator_bytes
 from parallel3d.comm.peer.copies import pipeline_channels, shard_channels
 from parallel3d.config.layout import Layout
+from parallel3d.costs.layer_profile import LayerProfile
 from parallel3d.kernels.all_reduce import AllReduce
 from parallel3d.kernels.reduce_scatter import ReduceScatter
 from parallel3d.kernels.workspace import WORLD_SIZES
 from parallel3d.optim.optimizers import empty_optimizer, step_bytes
 from parallel3d.parameters import ParameterInfo
 from parallel3d.planner.predict.chunk_memory import ChunkMemory, MemoryReplay, chunk_memory
-from parallel3d.planner.predict.profile import ModelProfile, frozen_infos, stage_layers
+from parallel3d.planner.predict.chunks import Chunks
+from parallel3d.planner.predict.profile import ModelProfile, frozen_infos
 from parallel3d.planner.search.result import StageMemory
 from parallel3d.schedule.memory import ChunkBytes
 from parallel3d.specs import TiedLayerSpec
 from parallel3d.zero.memory import communicated_bytes, moments_of, piece_sizes, predict_state, unit_sizes
+from parallel3d.zero.policy import ZeroPolicy
 
 # cuBLAS's workspace, of Hopper's size (CUBLAS_WORKSPACE_CONFIG's documentation), which PyTorch allocates for each thread that
 # multiplies: the script's, and autograd's.
 _LIBRARY_BYTES = 2 * 32 * 2**20
 # Gaps between blocks: share of the allocator's reserved memory that no tensor uses at the peak.
 _GAPS = 0.05
+
+
+class Room(NamedTuple):
+    """Bytes of the smallest device of a stage, and of its host's memory for each rank."""
+
+    device: int
+    host: int
 
 
 class _State(NamedTuple):
@@ -69,30 +79,21 @@ class MemoryModel:
         self._has_ties = len(set(modules)) < len(modules) or any(isinstance(s, TiedLayerSpec) for s in model.specs)
 
     def stage(
-        self,
-        replay: MemoryReplay,
-        bounds: Sequence[int],
-        layout: Layout,
-        stage: int,
-        capacity: int,
-        host_capacity: int,
-        samples: float = 1,
-        gathered: int = 0,
+        self, replay: MemoryReplay, split: Chunks, stage: int, room: Room, samples: float = 1, gathered: int = 0
     ) -> StageMemory:
         """Predict the memory of a stage.
 
-        - replay: of the program; bounds: chunk c has layers bounds[c] to bounds[c + 1]; layout: fully specified.
-        - capacity: bytes of the smallest device of the stage; host_capacity: of the host's memory for each rank.
+        - replay: of the program of the layout's chunks.
         - samples: estimate micro-batches of this many times the layout's.
         - gathered: most bytes of sharded weights that are gathered at a time.
         """
-        on_cuda, layers = self.model.device == "cuda", self.model.of_layout(layout, layout.micro_batch)
-        model, chunks = self._state(replay, bounds, layout, stage), self.chunks(replay, bounds, layout, stage)
+        on_cuda, layers = self.model.device == "cuda", self.model.layers(split.layout)
+        model, chunks = self._state(split, stage, replay.splits(stage)), self.chunks(replay, split, stage)
         within, held = (round(samples * nbytes) for nbytes in replay.peak(stage, chunks))
         # The transport keeps the last tensors sent until it sends again.
         messages = (chunk.held for chunk in chunks.values())
         sent = max(max(one.output, one.input_gradient if one.received else 0) for one in messages)
-        tables = max((layers[k].tables for k in stage_layers(bounds, replay.placement, stage)), default=0)
+        tables = max((layers[k].tables for k in split.layers_on(stage)), default=0)
         steady = {**model.steady, "tables": tables, "libraries": _LIBRARY_BYTES if on_cuda else 0}
         kept = {**model.kept, "messages": round(samples * sent) if on_cuda else 0}
         extra = {
@@ -105,7 +106,7 @@ class MemoryModel:
         phases = {phase: base + sum(parts.values()) for phase, parts in extra.items()}
         most = max(phases, key=lambda phase: phases[phase])
         allocated = phases[most]
-        gaps, outside = round(allocated * self.gaps), self._outside(layout) + model.shared if on_cuda else 0
+        gaps, outside = round(allocated * self.gaps), self._outside(split.layout) + model.shared if on_cuda else 0
         return StageMemory(
             stage=stage,
             parts={name: nbytes for name, nbytes in {**steady, **extra[most]}.items() if nbytes},
@@ -113,16 +114,17 @@ class MemoryModel:
             allocated=allocated,
             reserved=allocated + gaps + outside,
             outside=outside,
-            capacity=capacity,
+            capacity=room.device,
             host=model.host,
-            host_capacity=host_capacity,
+            host_capacity=room.host,
             disk=model.disk,
         )
 
     def of_layers(self, layout: Layout) -> tuple[list[float], list[float]]:
         """Return about the bytes of each layer: of its model state, and of what it saves of a micro-batch for its backward."""
-        layers = self.model.of_layout(layout, layout.micro_batch)
-        each = [self._chunk((0,), (k, k + 1), layout, 0, splits=False).held.saved for k in range(len(layers))]
+        layers = self.model.layers(layout)
+        alone = (Chunks(layout, (0,), (k, k + 1)) for k in range(len(layers)))
+        each = [self._chunk(one, 0, splits=False).held.saved for one in alone]
         # Alone each holds its output, which among others the next one may not need.
         share = self.held(layout)[0] / max(1, sum(each))
         policy, moments = self.model.policy(layout.zero), self._moments or 2
@@ -132,25 +134,25 @@ class MemoryModel:
 
     def held(self, layout: Layout) -> tuple[int, int]:
         """Return the bytes of a micro-batch in all layers as one chunk: saved for its backward, deferred by a split one."""
-        whole, split = (self._chunk((0,), (0, len(self.model.specs)), layout, 0, splits) for splits in (False, True))
+        every = Chunks.one(layout, len(self.model.specs))
+        whole, split = (self._chunk(every, 0, splits) for splits in (False, True))
         return whole.held.saved, split.held.deferred
 
-    def chunks(self, replay: MemoryReplay, bounds: Sequence[int], layout: Layout, stage: int) -> dict[int, ChunkMemory]:
+    def chunks(self, replay: MemoryReplay, split: Chunks, stage: int) -> dict[int, ChunkMemory]:
         """Return the memory of a micro-batch on each chunk of a stage."""
-        splits, placement = replay.splits(stage), replay.placement
-        return {c: self._chunk(placement, bounds, layout, c, splits) for c, s in enumerate(placement) if s == stage}
+        splits = replay.splits(stage)
+        return {chunk: self._chunk(split, chunk, splits) for chunk in split.on_stage(stage)}
 
-    def chunk_bytes(self, placement: Sequence[int], bounds: Sequence[int], layout: Layout) -> list[ChunkBytes]:
+    def chunk_bytes(self, split: Chunks) -> list[ChunkBytes]:
         """Return the bytes of a micro-batch on each chunk, with weight gradients deferred."""
-        return [self._chunk(placement, bounds, layout, c, splits=True).held for c in range(len(placement))]
+        return [self._chunk(split, chunk, splits=True).held for chunk in range(len(split.placement))]
 
-    def _chunk(
-        self, placement: Sequence[int], bounds: Sequence[int], layout: Layout, chunk: int, splits: bool
-    ) -> ChunkMemory:
-        start, stop = bounds[chunk], bounds[chunk + 1]
+    def _chunk(self, split: Chunks, chunk: int, splits: bool) -> ChunkMemory:
+        layout, placement = split.layout, split.placement
+        start, stop = split.bounds[chunk], split.bounds[chunk + 1]
         is_local = chunk > 0 and placement[chunk - 1] == placement[chunk]
         sends = chunk + 1 < len(placement) and placement[chunk + 1] != placement[chunk]
-        layers, interval = self.model.of_layout(layout, layout.micro_batch), layout.recompute
+        layers, interval = self.model.layers(layout), layout.recompute
         # The same layers after an equal one hold the same, wherever they are. The profile keeps them, so ids stay valid.
         before = layers[start - 1] if start > 0 else None
         key = (layout.micro_batch, interval, is_local, sends, splits, id(before), *map(id, layers[start:stop]))
@@ -185,27 +187,27 @@ class MemoryModel:
             buffers += ReduceScatter.staging_bytes()
         return CONTEXT_BYTES + communicators + buffers
 
-    def _state(self, replay: MemoryReplay, bounds: Sequence[int], layout: Layout, stage: int) -> _State:
-        """Predict the model state of each rank of a stage: what it trains, and frozen parameters and buffers."""
-        model, placement, splits = self.model, replay.placement, replay.splits(stage)
+    def _state(self, split: Chunks, stage: int, splits: bool) -> _State:
+        """Predict the model state of each rank of a stage: what it trains, and frozen parameters and buffers.
+
+        splits: whether the stage defers weight gradients.
+        """
+        model, layout = self.model, split.layout
         # The same for any micro-batch, and whether layers are recomputed or not.
-        layers = model.layers(layout.tensor_ranks, layout.sequence_parallel)
-        owned = stage_layers(bounds, placement, stage)
+        layers = model.layers(layout.model_copy(update={"recompute": 0}), 1)
+        owned = split.layers_on(stage)
         own = [layers[k] for k in owned]
         # Ties connect stages: if there are some, all of the partition counts; else which layers the stage has.
-        chunks = tuple(bounds[c + 1] - bounds[c] for c, s in enumerate(placement) if s == stage)
-        where: tuple[object, ...] = (stage, tuple(bounds), placement) if self._has_ties else (chunks, *map(id, own))
+        chunks = tuple(len(split.span(chunk)) for chunk in split.on_stage(stage))
+        ties = stage, split.bounds, split.placement
+        where: tuple[object, ...] = ties if self._has_ties else (chunks, *map(id, own))
         key = (where, layout.tensor_ranks, layout.sequence_parallel, layout.zero, layout.replicas, splits)
         if key not in self._states:
-            infos = model.stage_parameters(layout.tensor_ranks, layout.sequence_parallel, bounds, placement)[stage]
+            infos = model.stage_parameters(split)[stage]
             replicas, frozen = layout.replicas, frozen_infos(layers, owned)
             policy = model.policy(layout.zero, replicas, [*infos, *frozen])
             early = {parameter for layer in own for name, parameter in layer.parameters if name in layer.early}
-            kept, cast = [info.parameter for info in frozen], model.precision.weights
-            size = sum(p.numel() * (cast if cast and p.is_floating_point() else p.dtype).itemsize for p in kept)
-            others = sum(layer.buffers for layer in own) + size // (replicas if policy.stage == 3 else 1)
-            others += sum(layer.casts for layer in own) if policy.stage < 3 else 0  # gathered weights' aren't kept
-            others -= sum(unit.host for unit in unit_sizes([], frozen, policy, replicas).values())
+            others = self._untrained(own, frozen, policy, replicas)
             state = predict_state(infos, policy, replicas, self._moments, early if splits else set(), frozen)
             shared = state.weights if self._steps_by_kernel and layout.zero and replicas in WORLD_SIZES else 0
             total, largest = piece_sizes(infos, policy, replicas) if self._copies else (0, 0)
@@ -232,3 +234,13 @@ class MemoryModel:
                 disk=state.disk,
             )
         return self._states[key]
+
+    def _untrained(
+        self, layers: Sequence[LayerProfile], frozen: Sequence[ParameterInfo], policy: ZeroPolicy, replicas: int
+    ) -> int:
+        """Return the bytes of a rank's frozen parameters on its device, of buffers, and of casts of weights."""
+        kept, cast = [info.parameter for info in frozen], self.model.precision.weights
+        size = sum(p.numel() * (cast if cast and p.is_floating_point() else p.dtype).itemsize for p in kept)
+        nbytes = sum(layer.buffers for layer in layers) + size // (replicas if policy.stage == 3 else 1)
+        nbytes += sum(layer.casts for layer in layers) if policy.stage < 3 else 0  # gathered weights' aren't kept
+        return nbytes - sum(unit.host for unit in unit_sizes([], frozen, policy, replicas).values())

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from parallel3d.config import RecomputationPolicy
 from parallel3d.config.layout import Layout
 from parallel3d.pipe.policies import LayerOptions, Option, ProgramBytes, options_of
+from parallel3d.planner.predict.chunks import Chunks
 from parallel3d.planner.predict.costs import fullness_of
-from parallel3d.planner.predict.profile import ModelProfile, stage_layers
+from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.search.result import StageMemory
 from parallel3d.schedule.instructions import Op, Program
 
@@ -17,20 +18,19 @@ _ROUNDS = 4  # of a choice, each by what the memory of the one before was beyond
 
 def choose_policies(
     profile: ModelProfile,
-    layout: Layout,
-    bounds: Sequence[int],
+    split: Chunks,
     program: Program,
     samples: float,
     memory_of: Callable[[Layout], Sequence[StageMemory]],
 ) -> Layout:
     """Return the layout with a policy for each layer: the cheapest with which each stage fits, or what comes closest.
 
-    - bounds: of the chunks; samples: micro-batches in flight over those in the program.
+    - samples: micro-batches in flight over those in the program.
     - memory_of: predicts the memory of each stage of the layout with such policies.
     """
-    placement, stages = program.placement, range(layout.stages)
+    layout, bounds, placement = split.layout, split.bounds, split.placement
     options = _options(profile, layout, any(i.op is Op.BACKWARD_WEIGHT for own in program.instructions for i in own))
-    first = [next(iter(stage_layers(bounds, placement, stage)), None) for stage in stages]
+    first = [next(iter(split.layers_on(stage)), None) for stage in range(layout.stages)]
     most = ProgramBytes(program)
 
     def in_flight(stage: int, saved: Mapping[int, int], deferred: Mapping[int, int]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from itertools import chain
@@ -13,25 +13,19 @@ import numpy as np
 
 from parallel3d.config.layout import Layout
 from parallel3d.costs.devices import Device
-from parallel3d.costs.layer_costs import LayerCost
 from parallel3d.costs.layer_profile import LayerProfile
-from parallel3d.errors import PartitionError
-from parallel3d.partition.chain import cut, segment_costs
-from parallel3d.partition.split import StageLimit, partition_layers
+from parallel3d.costs.profilers import LayerCost
+from parallel3d.partition.chain import segment_costs
+from parallel3d.partition.split import partition_layers
 from parallel3d.planner.calibrate.calibration import Calibration
 from parallel3d.planner.network.links import Network
 from parallel3d.planner.predict.chunk_memory import MemoryReplay
-from parallel3d.planner.predict.costs import (
-    SplitLayout,
-    StepCost,
-    StepPrediction,
-    of_stages,
-)
-from parallel3d.planner.predict.memory import MemoryModel
+from parallel3d.planner.predict.chunks import Chunks
+from parallel3d.planner.predict.costs import SplitLayout, StepCost, StepPrediction
+from parallel3d.planner.predict.memory import MemoryModel, Room
 from parallel3d.planner.predict.policies import choose_policies
-from parallel3d.planner.predict.profile import ModelProfile, frozen_infos, layer_units, stage_layers
+from parallel3d.planner.predict.profile import ModelProfile, frozen_infos, layer_units
 from parallel3d.planner.predict.program import (
-    Buckets,
     Programs,
     make_buckets,
     rough_buckets,
@@ -39,16 +33,14 @@ from parallel3d.planner.predict.program import (
     untimed_flight,
 )
 from parallel3d.planner.predict.sharded import sharded_weights
-from parallel3d.planner.predict.timing import Floats, LayoutLinks, Times, by_op, chunk_times, layer_times
+from parallel3d.planner.predict.timing import Floats, LayoutLinks, Times, chunk_times, layer_times
 from parallel3d.planner.search.model import PlannedModel
 from parallel3d.planner.search.result import StageMemory
 from parallel3d.schedule.builders import WHOLE_BACKWARDS, placement_of
 from parallel3d.schedule.instructions import Program
 from parallel3d.schedule.lifetimes import LiveLimits, peak_live
 from parallel3d.schedule.lowering import lower
-from parallel3d.schedule.memory import most_in_flight
 from parallel3d.schedule.timing import Simulation
-from parallel3d.specs import TiedLayerSpec
 from parallel3d.zero.policy import live_limits
 
 Units = Literal["half"] | None  # of layers, see Layout
@@ -58,8 +50,8 @@ _Seconds = TypeVar("_Seconds", float, Floats)
 class Predictor:
     """Predicts steps of one model on one cluster, on as many of its GPUs as a layout has ranks.
 
-    Predictions have all gradient buckets, and micro-batches of their real size. Bounds are found roughly: with a few buckets,
-    and micro-batches estimated from those of a single sample.
+    Predictions have all gradient buckets, and micro-batches of their real size. Roughly, as for bounds, a split layout has a
+    few buckets, and micro-batches estimated from those of a single sample.
 
     - profile: of the layers as they are given. A layout whose units are "half" is predicted by the profile of half blocks,
       which is made when it is first needed.
@@ -82,14 +74,13 @@ class Predictor:
         self._memories: dict[Units, MemoryModel] = {None: MemoryModel(profile)} if like is None else like._memories
         self._factors: dict[Units, Floats | float] = {None: 1.0, "half": 1.0}
         if measured is not None:
-            seconds, expected = np.array([cost.parts for cost in measured]).T, self.expected.compute
+            seconds, expected = np.array(measured).T, self.expected.compute
             factors = np.divide(seconds, expected, out=np.ones_like(expected), where=(seconds > 0) & (expected > 0))
             blocks = [k for k, name in enumerate(profile.names) for _ in range(1 + (name == "Block"))]
             self._factors = {None: factors, "half": factors[:, blocks]}
-        self._programs: Programs = Programs() if like is None else like._programs
+        self.programs: Programs = Programs() if like is None else like.programs
         self._links: dict[tuple[object, ...], LayoutLinks] = {}
         self._stage_times: dict[tuple[object, ...], list[Times]] = {}
-        self._rough: dict[tuple[Layout, int], StageMemory] = {}
         self._splits: dict[tuple[object, ...], tuple[tuple[int, ...], Times]] = {}
         # The bounds of chunks in layers with the smallest slowest chunk.
         segments = cache(segment_costs)
@@ -105,9 +96,9 @@ class Predictor:
             self._memories[units] = MemoryModel(self.profile().of_layers(self.model.in_halves().layers))
         return self._memories[units]
 
-    def layers(self, layout: Layout, exactly: bool = True) -> tuple[LayerProfile, ...]:
-        """Return the profiles of the layers on a rank of the layout, of a single sample unless exactly."""
-        return self.profile(layout.units).of_layout(layout, layout.micro_batch if exactly else 1)
+    def layers(self, layout: Layout, roughly: bool = False) -> tuple[LayerProfile, ...]:
+        """Return the profiles of the layers on a rank of the layout, of a single sample if roughly."""
+        return self.profile(layout.units).layers(layout, 1 if roughly else None)
 
     @cached_property
     def expected(self) -> Times:
@@ -135,12 +126,12 @@ class Predictor:
         """
         found: list[StepPrediction] = []
         if layout.is_by_layer:
-            split = self._split_layout(layout.model_copy(update={"policy": "cheap"}), places, bounds=bounds)
+            split = self.split(layout.model_copy(update={"policy": "cheap"}), places, bounds)
             layout = self._choose(split, places, compute)
-            if bounds is None and (even := self._split_layout(layout, places)).bounds != split.bounds:
+            if bounds is None and (even := self.split(layout, places)).bounds != split.bounds:
                 layout, split = self._choose(even, places, compute), even
             bounds = split.bounds
-        split = self._split_layout(layout, places, bounds=bounds)
+        split = self.split(layout, places, bounds)
         for limits in self._limits(split):
             step = self._step(split, compute, limits)
             if step.fits or not found:
@@ -160,27 +151,25 @@ class Predictor:
         layout, least = split.layout, self._limits(split)[0]
 
         def memory_of(own: Layout) -> tuple[StageMemory, ...]:
-            other = split if split.sharded is None else self._split_layout(own, places, bounds=split.bounds)
+            other = split if split.sharded is None else self.split(own, places, split.bounds)
             return self._fill(replace(other, layout=own), compute, least)[1]
 
-        program, samples = (
-            self._fill(split, compute, least)[0].program,
-            untimed_flight(layout, timed_micro_batches(layout)),
-        )
-        return choose_policies(self.profile(layout.units), layout, split.bounds, program, samples, memory_of)
+        program = self._fill(split, compute, least)[0].program
+        samples = untimed_flight(layout, timed_micro_batches(layout))
+        return choose_policies(self.profile(layout.units), split, program, samples, memory_of)
 
     def _fill(
         self, split: SplitLayout, compute: Program | None, limits: LiveLimits | None
     ) -> tuple[Simulation, tuple[StageMemory, ...]]:
         """Return the program of a split layout, and the memory of each stage. limits: see _limits."""
         layout, micro_batches = split.layout, timed_micro_batches(split.layout)
-        replay = self._programs.replay(layout, micro_batches) if compute is None else MemoryReplay(lower(compute))
+        replay = self.programs.replay(layout, micro_batches) if compute is None else MemoryReplay(lower(compute))
         sharded, freed = None, list[list[int]]()
         if split.sharded is not None and limits is not None:
             freed = self._freed(split, replay)
             sharded = split.sharded.lifetimes(limits), split.sharded.in_elements(freed)
         given = layout, split.buckets, split.policy, micro_batches
-        simulation = self._programs.make(*given, compute=compute, sharded=sharded)
+        simulation = self.programs.make(*given, compute=compute, sharded=sharded)
         gathered: Iterable[int] = [0] * layout.stages
         if split.sharded is not None:
             sizes = [{unit: size.nbytes for unit, size in own.items()} for own in split.sharded.sizes]
@@ -194,26 +183,6 @@ class Predictor:
         optimizer = self.calibration.factors["optimizer"].value * split.optimizer_seconds()
         seconds = makespan + optimizer + self.calibration.fixed.value
         return StepPrediction(split, simulation, cost, makespan, optimizer, seconds, memory, limits)
-
-    def least(self, layout: Layout) -> float:
-        """Return a lower bound of the seconds of a layout's step.
-
-        Every stage computes all micro-batches, after those before it have begun the first one, and before they end the last
-        one if backwards are whole; and its replicas exchange all gradients and weights. Then the optimizer steps.
-        """
-        split = self._split_layout(_uniform(layout, recompute=0), exactly=False)
-        # By which each chunk makes those after it start late, and those before it end late.
-        late = split.times.compute[0]
-        if layout.schedule in WHOLE_BACKWARDS:
-            late = split.times.total
-        elif layout.schedule == "zb-h1":
-            late = np.maximum(late, late + split.times.compute[1] - split.times.compute[2])
-        waits = (np.cumsum(late) - late)[[split.placement.index(stage) for stage in range(layout.stages)]]
-        loads = of_stages(split.times.total, split.placement) * layout.micro_batches
-        computing = self.cooled(float((loads + waits).max()), float(loads.mean()))
-        host = layout.micro_batches * of_stages(split.times.host.sum(axis=0), split.placement)
-        longest = max(computing, float(split.reduction_seconds().max()), float(host.max()))
-        return longest + self.calibration.factors["optimizer"].value * split.optimizer_seconds()
 
     def cooled(self, seconds: _Seconds, computing: _Seconds) -> _Seconds:
         """Return `seconds` of devices that compute during `computing` of them and idle else (see Calibration.idle)."""
@@ -230,27 +199,26 @@ class Predictor:
             seconds = cost.makespan(simulation, layout.micro_batches)
         return cost, seconds
 
-    def _split_layout(
+    def split(
         self,
         layout: Layout,
         places: Sequence[int] | None = None,
-        exactly: bool = True,
         bounds: Sequence[int] | None = None,
+        roughly: bool = False,
     ) -> SplitLayout:
-        """Split a layout; the parameters of equal owners count as one unless exactly."""
-        links = self.links(layout, places)
-        placement = placement_of(layout.placement, layout.stages, layout.chunks)
-        bounds, times = self._chunks(layout, links, placement, exactly, bounds)
-        profile, slicing = self.profile(layout.units), (layout.tensor_ranks, layout.sequence_parallel)
-        stages = profile.stage_parameters(*slicing, bounds, placement, merged=not exactly)
-        layers, samples = self.layers(layout, exactly), 1 if exactly else layout.micro_batch
-        owned = (stage_layers(bounds, placement, k) if exactly else () for k in range(layout.stages))
-        frozen = [frozen_infos(layers, own) for own in owned]
+        """Split a layout; roughly, the parameters of equal owners count as one. places, bounds: see predict."""
+        links, profile = self.links(layout, places), self.profile(layout.units)
+        chunks, times = self.chunks(layout, links, bounds, roughly)
+        stages = profile.stage_parameters(chunks, merged=roughly)
+        layers, samples = self.layers(layout, roughly), layout.micro_batch if roughly else 1
+        frozen = [frozen_infos(layers, () if roughly else chunks.layers_on(k)) for k in range(layout.stages)]
         policies = [profile.policy(layout.zero, layout.replicas, infos) for infos in map(chain, stages, frozen)]
-        buckets = (make_buckets if exactly else rough_buckets)(stages, len(placement), policies[0], layout.replicas)
-        units = layer_units(profile.specs, layers) if exactly and layout.zero == 3 else ()
-        sharded = sharded_weights(layout, policies, layers, units, stages, frozen, placement, bounds) if units else None
-        return SplitLayout(layout, links, layers, samples, placement, bounds, times, policies, stages, buckets, sharded)
+        count = len(chunks.placement)
+        buckets = (rough_buckets if roughly else make_buckets)(stages, count, policies[0], layout.replicas)
+        units = layer_units(profile.specs, layers) if layout.zero == 3 and not roughly else ()
+        sharded = sharded_weights(chunks, policies, layers, units, stages, frozen) if units else None
+        where = layout, chunks.placement, chunks.bounds
+        return SplitLayout(*where, links, layers, samples, times, policies, stages, buckets, sharded)
 
     def links(self, layout: Layout, places: Sequence[int] | None = None) -> LayoutLinks:
         """Return the links of the layout's ranks. places: see predict."""
@@ -260,33 +228,30 @@ class Predictor:
             self._links[key] = LayoutLinks(self.network, layout.shape, placed)
         return self._links[key]
 
-    def _chunks(
-        self,
-        layout: Layout,
-        links: LayoutLinks,
-        placement: Sequence[int],
-        exactly: bool,
-        bounds: Sequence[int] | None = None,
-    ) -> tuple[tuple[int, ...], Times]:
-        """Return the bounds of the chunks in layers, and their times."""
+    def chunks(
+        self, layout: Layout, links: LayoutLinks, bounds: Sequence[int] | None = None, roughly: bool = False
+    ) -> tuple[Chunks, Times]:
+        """Return the split of the layers over chunks, and the times of these. bounds: see predict."""
         given = None if bounds is None else tuple(bounds)
-        splits, layers = layout.schedule not in WHOLE_BACKWARDS, self.layers(layout, exactly)
-        key = (placement, layout.chunks, splits, id(layers), exactly or layout.micro_batch, id(links), given)
+        placement = placement_of(layout.placement, layout.stages, layout.chunks)
+        splits, samples = layout.schedule not in WHOLE_BACKWARDS, layout.micro_batch if roughly else 1
+        key = placement, splits, id(self.layers(layout, roughly)), samples, id(links), given
         if key not in self._splits:
-            times = self.stage_times(layout, links, exactly, 1 if exactly else layout.micro_batch)
+            times = self.stage_times(layout, links, roughly, samples)
             if given is None:
                 # Roughly, a split that is even for one sample is so for any number.
-                fastest, paces = _fastest(self.stage_times(layout, links, exactly), placement)
+                fastest, paces = fastest_of(self.stage_times(layout, links, roughly), placement)
                 given = self._even_bounds(tuple(fastest.total.tolist()), len(placement), paces)
             self._splits[key] = given, chunk_times([times[stage] for stage in placement], given)
-        return self._splits[key]
+        found, times_of = self._splits[key]
+        return Chunks(layout, placement, found), times_of
 
-    def stage_times(self, layout: Layout, links: LayoutLinks, exactly: bool = True, samples: int = 1) -> list[Times]:
+    def stage_times(self, layout: Layout, links: LayoutLinks, roughly: bool = False, samples: int = 1) -> list[Times]:
         """Return all layers' times for each stage, on the slowest of its devices: its ranks wait for each other.
 
         Roughly, the times are estimated for micro-batches of this many samples.
         """
-        splits, layers = layout.schedule not in WHOLE_BACKWARDS, self.layers(layout, exactly)
+        splits, layers = layout.schedule not in WHOLE_BACKWARDS, self.layers(layout, roughly)
         key = (id(layers), id(links), splits, samples)  # the profile keeps layers
         if key not in self._stage_times:
             of_device: dict[object, Times] = {}
@@ -309,7 +274,7 @@ class Predictor:
         """
         model, samples = self.memory_model(split.layout.units), untimed_flight(split.layout, timed)
         stages = enumerate(zip(map(self.capacity, split.links.devices), gathered, strict=True))
-        found = (model.stage(replay, split.bounds, split.layout, k, *room, samples, live) for k, (room, live) in stages)
+        found = (model.stage(replay, split, k, room, samples, live) for k, (room, live) in stages)
         return tuple(map(self.calibration.correct_memory, found))
 
     def _freed(self, split: SplitLayout, replay: MemoryReplay) -> list[list[int]]:
@@ -319,77 +284,19 @@ class Predictor:
             return []
         model, found = self.memory_model(layout.units), []
         for stage in range(layout.stages):
-            chunks = model.chunks(replay, split.bounds, layout, stage)
+            chunks = model.chunks(replay, split, stage)
             most = replay.peak(stage, chunks).within
             found.append([most - nbytes for nbytes in replay.runs(stage, chunks)])
         return found
 
-    def capacity(self, devices: Sequence[Device]) -> tuple[int, int]:
+    def capacity(self, devices: Sequence[Device]) -> Room:
         """Return the bytes of the smallest of some devices, and of the memory of its host that each rank may take."""
         given = self.profile().config.offload.host_memory_gib
         host = min(device.host_memory for device in devices) if given is None else int(given * 2**30 / self._on_host)
-        return min(device.memory for device in devices), host
-
-    def rough_memory(self, layout: Layout) -> Iterator[StageMemory]:
-        """Yield about the memory of the stages that may be the fullest, scaled from that of a single sample.
-
-        No prediction is needed, only those stages' lists of instructions. With policies by layer it is the least that these can
-        make of it.
-        """
-        layout = _uniform(layout, recompute=1)
-        links, timed = self.links(layout), timed_micro_batches(layout, exactly=False)
-        memory, replay = self.memory_model(layout.units), self._programs.replay(layout, timed, roughly=True)
-        bounds, _ = self._chunks(layout, links, replay.placement, exactly=False)
-        samples, one = layout.micro_batch * untimed_flight(layout, timed), layout.model_copy(update={"micro_batch": 1})
-        # A long pipeline is the fullest at its ends, or in the middle.
-        for stage in sorted({0, 1, layout.stages // 2, layout.stages - 2, layout.stages - 1}):
-            if 0 <= stage < layout.stages:
-                if (layout, stage) not in self._rough:
-                    found = memory.stage(replay, bounds, one, stage, *self.capacity(links.devices[stage]), samples)
-                    self._rough[layout, stage] = self.calibration.correct_memory(found)
-                yield self._rough[layout, stage]
-
-    def split_carefully(self, layout: Layout, links: LayoutLinks) -> tuple[int, ...]:
-        """Return the chunks' bounds in layers with even stages and the shortest step; takes its time."""
-        placement = placement_of(layout.placement, layout.stages, layout.chunks)
-        fastest, paces = _fastest(self.stage_times(layout, links), placement)
-        # A step's length is the schedule's makespan. Each chunk's cost is divided into parts as the whole model's.
-        shares = by_op(fastest.compute.sum(axis=1) / fastest.total.sum())
-        policy, timed = replace(self.profile().policy(layout.zero), stage=0), timed_micro_batches(layout, exactly=False)
-        none = Buckets(((),) * len(placement), ())
-        simulation = self._programs.make(layout, none, policy, timed, roughly=True)
-
-        def step(costs: Sequence[float]) -> float:
-            return simulation.makespan(lambda i: shares.get(i.op, 0.0) * costs[i.chunk])
-
-        costs = segment_costs(fastest.total.tolist())
-        return partition_layers(costs, len(placement), placement=placement, step=step, paces=paces).bounds
-
-    def split_within(self, step: StepPrediction) -> tuple[int, ...] | None:
-        """Return the most even bounds within the devices' memory, for a layout that doesn't fit; None if there are none.
-
-        Memory that isn't the layers' own is assumed to stay.
-        """
-        layout, links, placement = step.layout, step.split.links, step.program.placement
-        state, activations = self.memory_model(layout.units).of_layers(layout)
-        ties = [spec.key if isinstance(spec, TiedLayerSpec) else None for spec in self.profile(layout.units).specs]
-        limit = StageLimit(0.0, state, activations, most_in_flight(step.program), ties)
-        own = cut(step.split.bounds, limit.chunk_bytes()).loads(placement)
-        limit = replace(limit, limit=min(m.capacity - m.reserved + own[m.stage] for m in step.memory))
-        fastest, paces = _fastest(self.stage_times(layout, links), placement)
-        costs = segment_costs(fastest.total.tolist())
-        try:
-            return partition_layers(costs, len(placement), placement=placement, limit=limit, paces=paces).bounds
-        except PartitionError:
-            return None
+        return Room(min(device.memory for device in devices), host)
 
 
-def _uniform(layout: Layout, recompute: int) -> Layout:
-    """Return the layout, with policies by layer as one in which all layers are recomputed, or none is."""
-    return layout.model_copy(update={"policy": None, "recompute": recompute}) if layout.is_by_layer else layout
-
-
-def _fastest(times: Sequence[Times], placement: Sequence[int]) -> tuple[Times, tuple[float, ...] | None]:
+def fastest_of(times: Sequence[Times], placement: Sequence[int]) -> tuple[Times, tuple[float, ...] | None]:
     """Return the times of the fastest stage, and each chunk's total over that one's; None if all stages are equally fast."""
     if len({id(each) for each in times}) == 1:
         return times[0], None

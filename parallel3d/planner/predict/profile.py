@@ -8,31 +8,27 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from parallel3d.comm.structures import TensorTree
 from parallel3d.config import SELECTIVE, Config, RecomputationPolicy, SelectivePolicy
 from parallel3d.config.layout import LayerPolicy, Layout
-from parallel3d.costs.forked import ForkedCalls
 from parallel3d.costs.layer_profile import LayerProfile, extrapolated, recomputed
-from parallel3d.costs.model_traces import LossFunction, ModelTraces, TracedModel, rows_of
+from parallel3d.costs.model_traces import LossFunction, Slicing, TracedModel, rows_of
 from parallel3d.parameters import ParameterInfo
 from parallel3d.pipe.layer_choice import Policies, policy_rule
 from parallel3d.pipe.ties import TieIndex
+from parallel3d.planner.predict.chunks import Chunks
 from parallel3d.specs import Layer, TiedLayerSpec, layer_name
 from parallel3d.zero.layout import by_owners
 from parallel3d.zero.policy import ZeroPolicy, make_policy
 
 DeviceType = Literal["cpu", "cuda"]
+_PLAIN = Layout()
 # Numbers of samples that are traced, from which others follow: the first pair for which that holds. With a
 # single sample some copies are views.
 _FEW = ((1, 2), (2, 3))
-
-
-_Slicing = tuple[int, bool]  # tensor-parallel ranks, and whether sequences are split among them
-_Traced = tuple[_Slicing, SelectivePolicy | None, int]  # what traces depend on besides the layers; last the samples
 
 
 class ModelProfile:
@@ -41,6 +37,7 @@ class ModelProfile:
     - layers, loss_fn: as PipelineModule takes them.
     - inputs, labels: of one micro-batch, whose samples lie along dim 0 of its tensors.
     - config: its precision, whether layers are compiled, and which may be recomputed.
+    - traced: what was traced of the model in other layers; number: of these layers in it.
     - device: that the layers are to run on. Tensors have no memory, on the meta device or fake ones on the CPU, so that no
       device is needed; with "cuda", attention, dropout and this project's kernels are those of CUDA (costs/fakes.py,
       fake_device.py).
@@ -56,47 +53,31 @@ class ModelProfile:
         loss_fn: LossFunction,
         config: Config,
         device: DeviceType = "cuda",
+        traced: TracedModel | None = None,
     ):
         self.specs, self.names = list(layers), [layer_name(layer) for layer in layers]
         self.config, self.device = config, device
-        self._traceable = TracedModel(loss_fn, (inputs, labels), config, device)
-        self.precision = self._traceable.precision
+        self.traced = traced or TracedModel(loss_fn, (inputs, labels), config, device)
+        self.number, self.precision = self.traced.add(self.specs), self.traced.precision
         given = config.activation_checkpointing.policy
         self._has_policies = isinstance(given, Mapping)
         policies: Policies = given if isinstance(given, Mapping) else "full"
         rule = policy_rule(config.pipeline.checkpointable_layers, policies, self.names)
         self._given = [rule(k, layer) for k, layer in enumerate(self.specs)]
         self._in_other_layers: dict[tuple[int, ...], ModelProfile] = {}
-        self._elsewhere: tuple[ForkedCalls, int] | None = (
-            None  # process that traces, and the number of this profile there
-        )
-        self._slicings: dict[_Slicing, ModelTraces] = {}
-        self._traced: dict[object, tuple[LayerProfile, ...]] = {}
-        self._profiles: dict[tuple[_Slicing, int, bool, LayerPolicy | None], tuple[LayerProfile, ...]] = {}
-        self._recomputed: dict[tuple[_Slicing, int], Sequence[LayerProfile]] = {}
+        self._profiles: dict[tuple[Slicing, int, RecomputationPolicy], tuple[LayerProfile, ...]] = {}
+        self._mixed: dict[tuple[Slicing, int, LayerPolicy | None], tuple[LayerProfile, ...]] = {}
         self._parameters: dict[object, list[list[ParameterInfo]]] = {}
         self._merged: dict[object, nn.Parameter] = {}
         self._policies: dict[tuple[int, int], ZeroPolicy] = {}
 
     def of_layers(self, layers: Sequence[Layer]) -> ModelProfile:
         """Return the profile of the same model in other layers; layers that are in both lists are traced once."""
-        traced, key = self._traceable, tuple(map(id, layers))  # the profile keeps the layers
+        traced, key = self.traced, tuple(map(id, layers))  # the profile keeps the layers
         if key not in self._in_other_layers:
-            other = ModelProfile(layers, *traced.sample, traced.loss_fn, self.config, self.device)
-            other._traceable, other._slicings = traced, self._slicings
+            other = ModelProfile(layers, *traced.sample, traced.loss_fn, self.config, self.device, traced)
             self._in_other_layers[key] = other
         return self._in_other_layers[key].with_zero(self.config)
-
-    def trace_in(self, process: ForkedCalls, ahead: Sequence[_Traced]) -> None:
-        """Trace layers in another process from now on, if they can be sent there, and those of `ahead` before they are needed.
-
-        So are layers that `of_layers` has been called for. Nothing may have been traced before: what a module makes for all
-        later micro-batches is part of its first trace.
-        """
-        profiles = [self, *self._in_other_layers.values()]
-        if process.begin(_Traces(profiles), [(0, traced) for traced in ahead]):
-            for number, profile in enumerate(profiles):
-                profile._elsewhere = process, number
 
     def with_zero(self, config: Config) -> ModelProfile:
         """Return the profile, with the same traces, under a configuration that differs in zero_optimization alone."""
@@ -125,7 +106,7 @@ class ModelProfile:
 
         On the CPU only tensors that are cast count: the others are the loader's own.
         """
-        inputs, labels = self._traceable.sample
+        inputs, labels = self.traced.sample
         rows = rows_of((inputs, labels))
 
         def nbytes(tensor: Tensor, cast: bool) -> int:
@@ -141,42 +122,29 @@ class ModelProfile:
             tuple(nbytes(t, False) for t in TensorTree.of(labels).tensors),
         )
 
-    def layers(
-        self,
-        tensor_ranks: int = 1,
-        sequence_parallel: bool = False,
-        micro_batch: int = 1,
-        recompute: int = 0,
-        policy: LayerPolicy | None = None,
-    ) -> tuple[LayerProfile, ...]:
-        """Return the profile of each layer; equal layers share theirs. recompute, policy: as those of a Layout.
+    def layers(self, layout: Layout = _PLAIN, micro_batch: int | None = None) -> tuple[LayerProfile, ...]:
+        """Return the profile of each layer on a rank of a layout; equal layers share theirs.
 
-        Without a policy what is recomputed is so by the configuration's policies, if it has them by layer.
+        Without a policy what is recomputed is so by the configuration's policies, if it has them by layer. micro_batch: samples
+        of a micro-batch, by default those of the layout.
 
         Raises PartitionError, which names the layer and the remedy, for one that can't be traced.
         """
-        slicing = tensor_ranks, sequence_parallel and tensor_ranks > 1
-        key = slicing, micro_batch, recompute > 0, policy if recompute else None
-        if key not in self._profiles:
-            if not recompute:
-                self._profiles[key] = self._trace(slicing, micro_batch, None)
-            else:
-                assert policy != "auto", "policies are chosen before layers have a profile"
-                own = policy if isinstance(policy, tuple) else self._policies_of(policy)
-                found = {p: self._under(p, slicing, micro_batch) for p in dict.fromkeys(own)}
-                self._profiles[key] = tuple(found[p][k] for k, p in enumerate(own))
-        return self._profiles[key]
-
-    def of_layout(self, layout: Layout, micro_batch: int) -> tuple[LayerProfile, ...]:
-        """Return the profile of each layer on a rank of a layout, for micro-batches of this many samples."""
-        how = micro_batch, layout.recompute, layout.policy
-        return self.layers(layout.tensor_ranks, layout.sequence_parallel, *how)
+        slicing, samples, policy = _slicing_of(layout), micro_batch or layout.micro_batch, layout.policy
+        if not layout.recompute:
+            return self._under("none", slicing, samples)
+        assert policy != "auto", "policies are chosen before layers have a profile"
+        key = slicing, samples, policy
+        if key not in self._mixed:
+            own = policy if isinstance(policy, tuple) else self._policies_of(policy)
+            found = {p: self._under(p, slicing, samples) for p in dict.fromkeys(own)}
+            self._mixed[key] = tuple(found[p][k] for k, p in enumerate(own))
+        return self._mixed[key]
 
     def by_policy(self, layout: Layout) -> dict[RecomputationPolicy, Sequence[LayerProfile]]:
         """Return the profile of each layer on a rank of a layout under each policy."""
-        slicing = layout.tensor_ranks, layout.sequence_parallel and layout.tensor_ranks > 1
         policies: Sequence[RecomputationPolicy] = ("none", *SELECTIVE, "full")
-        return {policy: self._under(policy, slicing, layout.micro_batch) for policy in policies}
+        return {policy: self._under(policy, _slicing_of(layout), layout.micro_batch) for policy in policies}
 
     def keeps(self, k: int) -> bool:
         """Whether nothing of a layer is recomputed in any layout."""
@@ -187,35 +155,28 @@ class ModelProfile:
         given = policy is None and self._has_policies
         return tuple(own if own == "none" or given else policy or "full" for own in self._given)
 
-    def _under(self, policy: RecomputationPolicy, slicing: _Slicing, micro_batch: int) -> Sequence[LayerProfile]:
+    def _under(self, policy: RecomputationPolicy, slicing: Slicing, samples: int) -> tuple[LayerProfile, ...]:
         """Return the profile of each layer under one policy."""
-        if policy in SELECTIVE:
-            return self._trace(slicing, micro_batch, policy)
-        plain = self.layers(*slicing, micro_batch)
-        if policy == "none":
-            return plain
-        key = slicing, micro_batch
-        if key not in self._recomputed:
-            known = {id(p): recomputed(p) for p in {id(p): p for p in plain}.values()}
-            self._recomputed[key] = [known[id(p)] for p in plain]
-        return self._recomputed[key]
+        key = slicing, samples, policy
+        if key not in self._profiles:
+            if policy == "full":
+                plain = self._under("none", slicing, samples)
+                known = {id(p): recomputed(p) for p in {id(p): p for p in plain}.values()}
+                self._profiles[key] = tuple(known[id(p)] for p in plain)
+            else:
+                part = policy if policy in SELECTIVE else None
+                self._profiles[key] = _at(samples, partial(self.traced.profiles, self.number, slicing, part))
+        return self._profiles[key]
 
-    def stage_parameters(
-        self,
-        tensor_ranks: int,
-        sequence_parallel: bool,
-        bounds: Sequence[int],
-        placement: Sequence[int],
-        merged: bool = False,
-    ) -> list[list[ParameterInfo]]:
+    def stage_parameters(self, chunks: Chunks, merged: bool = False) -> list[list[ParameterInfo]]:
         """Return each stage's trainable parameters, found once for all callers, who must not change them.
 
         merged: return one in place of all that have the same owners: enough for a rough prediction.
         """
-        key = tensor_ranks, sequence_parallel, tuple(bounds), tuple(placement), merged
+        key = _slicing_of(chunks.layout), chunks.bounds, chunks.placement, merged
         if key not in self._parameters:
-            layers = self.layers(tensor_ranks, sequence_parallel)
-            stages = stage_parameters(self.specs, self._in_one(layers) if merged else layers, bounds, placement)
+            layers = self._under("none", key[0], 1)
+            stages = stage_parameters(self.specs, self._in_one(layers) if merged else layers, chunks)
             self._parameters[key] = list(map(self._merged_by_owners, stages)) if merged else stages
         return self._parameters[key]
 
@@ -240,38 +201,6 @@ class ModelProfile:
             self._merged[key] = nn.Parameter(torch.empty(numel, dtype=dtype, device="meta"))
         return self._merged[key]
 
-    def _trace(self, slicing: _Slicing, micro_batch: int, policy: SelectivePolicy | None) -> tuple[LayerProfile, ...]:
-        return _at(micro_batch, partial(self._at_samples, slicing, policy))
-
-    def _at_samples(self, slicing: _Slicing, policy: SelectivePolicy | None, samples: int) -> tuple[LayerProfile, ...]:
-        key = slicing, policy, samples
-        if key not in self._traced:
-            process, number = self._elsewhere or (None, 0)
-            found = None if process is None else process((number, key))
-            if slicing not in self._slicings and found is None:
-                self._slicings[slicing] = ModelTraces(self._traceable, *slicing)
-            self._traced[key] = found or self._slicings[slicing].profiles(self.specs, policy, samples)
-        return self._traced[key]
-
-
-class _Traces:
-    """Traces of the layers of several profiles, by (number of the profile, what its trace depends on)."""
-
-    def __init__(self, profiles: Sequence[ModelProfile]):
-        self._profiles = profiles
-
-    def __call__(self, key: tuple[int, _Traced]) -> tuple[LayerProfile, ...]:
-        return self._profiles[key[0]]._at_samples(*key[1])
-
-    def following(self, key: tuple[int, _Traced]) -> list[tuple[int, _Traced]]:
-        """Return the same of the other profiles, after layers of the first one that are recomputed in part."""
-        number, traced = key
-        return [(n, traced) for n in range(1, len(self._profiles)) if number == 0 and traced[1] is not None]
-
-    def process(self, key: tuple[int, _Traced]) -> int:
-        """Return which of two processes traces it: all of one number of tensor-parallel ranks in one, for they share losses."""
-        return key[1][0][0].bit_length() % 2
-
 
 def _at(micro_batch: int, traced: Callable[[int], tuple[LayerProfile, ...]]) -> tuple[LayerProfile, ...]:
     """Return the profiles at a number of samples, from those that are traced at a few."""
@@ -288,25 +217,22 @@ def _at(micro_batch: int, traced: Callable[[int], tuple[LayerProfile, ...]]) -> 
     return traced(micro_batch)
 
 
+def _slicing_of(layout: Layout) -> Slicing:
+    return layout.tensor_ranks, layout.sequence_parallel and layout.tensor_ranks > 1
+
+
 def frozen_infos(layers: Sequence[LayerProfile], owned: Iterable[int]) -> list[ParameterInfo]:
     """Return the frozen parameters of a stage, which has these layers."""
     return [ParameterInfo("", parameter, (0,), k) for k in owned for _, parameter in layers[k].frozen]
 
 
-def stage_layers(bounds: Sequence[int], placement: Sequence[int], stage: int) -> list[int]:
-    """Return the layers of a stage."""
-    return [k for c, s in enumerate(placement) if s == stage for k in range(bounds[c], bounds[c + 1])]
-
-
 def stage_parameters(
-    specs: Sequence[Layer], layers: Sequence[LayerProfile], bounds: Sequence[int], placement: Sequence[int]
+    specs: Sequence[Layer], layers: Sequence[LayerProfile], chunks: Chunks
 ) -> list[list[ParameterInfo]]:
-    """Return each stage's trainable parameters, as in PipelineModule.parameter_infos. placement: each chunk's stage."""
-    chunk_of = np.repeat(np.arange(len(placement)), np.diff(bounds)).tolist()
+    """Return each stage's trainable parameters, as in PipelineModule.parameter_infos."""
+    chunk_of = [chunk for chunk in range(len(chunks.placement)) for _ in chunks.span(chunk)]
     ties = TieIndex(specs, chunk_of.__getitem__)
-    builders: list[set[int]] = [set() for _ in range(max(placement) + 1)]
-    for k, builder in enumerate(ties.builder):
-        builders[placement[chunk_of[k]]].add(builder)
+    builders = ({ties.builder[k] for k in chunks.layers_on(stage)} for stage in range(max(chunks.placement) + 1))
     return [_in_order(ties, layers, sorted(own)) for own in builders]
 
 

@@ -118,15 +118,15 @@ def _compute(name: str, stages: int, num_micro_batches: int, chunks: int, placem
     return build(name, stages, num_micro_batches, chunks, placement)
 
 
-def timed_micro_batches(layout: Layout, exactly: bool = True) -> int:
+def timed_micro_batches(layout: Layout, roughly: bool = False) -> int:
     """Return how many micro-batches are simulated: enough to fill the pipeline a few times, in whole rounds of the stages.
 
-    All are for gpipe, which holds all of them, and exactly for programs that aren't long.
+    All are for gpipe, which holds all of them, and for programs that aren't long, unless roughly.
     """
     stages, wanted = layout.stages, layout.micro_batches
-    if layout.schedule == "gpipe" or (exactly and wanted * stages * layout.chunks <= _MOST_STEPS):
+    if layout.schedule == "gpipe" or (not roughly and wanted * stages * layout.chunks <= _MOST_STEPS):
         return wanted
-    rounds = _ROUNDS + (exactly and stages < _LONG)
+    rounds = _ROUNDS + (not roughly and stages < _LONG)
     return min(wanted, rounds * stages + wanted % stages)
 
 

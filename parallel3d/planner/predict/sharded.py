@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from parallel3d.config.layout import Layout
 from parallel3d.costs.layer_profile import LayerProfile
 from parallel3d.parameters import ParameterInfo
 from parallel3d.pipe.calls import backward_order, in_groups
+from parallel3d.planner.predict.chunks import Chunks
 from parallel3d.planner.predict.timing import LayoutLinks
 from parallel3d.schedule.instructions import Op
 from parallel3d.schedule.lifetimes import ChunkUses, Lifetimes, LiveLimits, Use
@@ -58,28 +58,27 @@ class ShardedWeights:
 
 
 def sharded_weights(
-    layout: Layout,
+    chunks: Chunks,
     policies: Sequence[ZeroPolicy],
     layers: Sequence[LayerProfile],
     units: Sequence[Use],
     stages: Sequence[Sequence[ParameterInfo]],
     frozen: Sequence[Sequence[ParameterInfo]],
-    placement: Sequence[int],
-    bounds: Sequence[int],
 ) -> ShardedWeights | None:
     """Return the sharded weights of a layout; None if it has none.
 
     policies: of each stage; units: those that have parameters of each layer; stages, frozen: the parameters of each stage.
     """
+    layout = chunks.layout
     if not policies[0].shards_weights(layout.replicas):
         return None
     every = zip(stages, frozen, policies, strict=True)
     sizes = [unit_sizes(own, others, policy, layout.replicas) for own, others, policy in every]
 
     def of_chunk(chunk: int) -> ChunkUses:
-        own = range(bounds[chunk], bounds[chunk + 1])
-        used = {k: tuple(unit for unit in units[k] if unit in sizes[placement[chunk]]) for k in own}
+        own, sharded = chunks.span(chunk), sizes[chunks.placement[chunk]]
+        used = {k: tuple(unit for unit in units[k] if unit in sharded) for k in own}
         order = backward_order(in_groups(own, layout.recompute, lambda k: layers[k].recomputed))
         return ChunkUses(tuple(used[k] for k in own), tuple(used[k] for k in order))
 
-    return ShardedWeights(tuple(sizes), tuple(map(of_chunk, range(len(placement)))))
+    return ShardedWeights(tuple(sizes), tuple(map(of_chunk, range(len(chunks.placement)))))

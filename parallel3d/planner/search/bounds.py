@@ -1,7 +1,8 @@
-"""Lower bounds of the time and memory of all layouts of a space at once."""
+"""Lower bounds of time and memory: of all layouts of a space at once, and nearer ones of one layout."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import permutations
@@ -15,10 +16,14 @@ from parallel3d.config.layout import Layout
 from parallel3d.costs.devices import compute_seconds
 from parallel3d.costs.work import Work
 from parallel3d.errors import PartitionError
-from parallel3d.planner.predict.costs import reducing_seconds
+from parallel3d.planner.predict.chunks import Chunks
+from parallel3d.planner.predict.costs import of_stages, reducing_seconds
 from parallel3d.planner.predict.predict import Predictor
+from parallel3d.planner.predict.program import timed_micro_batches, untimed_flight
 from parallel3d.planner.predict.timing import Floats, Integers, layer_times
+from parallel3d.planner.search.result import StageMemory
 from parallel3d.planner.search.space import POLICIES, Space
+from parallel3d.schedule.builders import WHOLE_BACKWARDS
 from parallel3d.zero.layout import bucket_limit
 from parallel3d.zero.memory import predict_state
 
@@ -93,7 +98,7 @@ class Bounds:
                 layout = layout.model_copy(update={"recompute": 0, "policy": None})
             try:
                 # Half blocks together take as long as whole ones, whose profile is needed anyway.
-                layers = predictor.layers(layout.model_copy(update={"units": None}), exactly=False)
+                layers = predictor.layers(layout.model_copy(update={"units": None}), roughly=True)
             except PartitionError as error:
                 self.why_not_sharded.setdefault(layout.tensor_ranks, str(error))
                 continue
@@ -128,7 +133,8 @@ class Bounds:
             return 0.0
         layout = Layout(stages=stages, replicas=replicas, tensor_ranks=tensor_ranks)
         links = self._predictor.links(layout)
-        (whole,) = profile.stage_parameters(tensor_ranks, False, (0, len(profile.specs)), (0,))
+        unsplit = Layout(tensor_ranks=tensor_ranks)
+        (whole,) = profile.stage_parameters(Chunks.one(unsplit, len(profile.specs)))
         sizes = np.array([info.parameter.numel() for info in whole])
         # At least so many buckets: each has the most elements that one may have, or a larger parameter.
         limit = bucket_limit(int(sizes.sum()), policy, policy.num_shards(replicas))
@@ -141,8 +147,8 @@ class Bounds:
         profile, memory = predictor.profile(), predictor.memory_model(None)
         for chosen in groups_of(space.tensor_ranks, space.replicas, space.zero):
             layout = space.layout(chosen[0])
-            bounds = 0, len(profile.specs)
-            (whole,) = profile.stage_parameters(layout.tensor_ranks, False, bounds, (0,), merged=True)
+            unsplit = Layout(tensor_ranks=layout.tensor_ranks)
+            (whole,) = profile.stage_parameters(Chunks.one(unsplit, len(profile.specs)), merged=True)
             policy = profile.policy(layout.zero)
             if (offload := policy.offload) is not None:  # of some of the buckets, which are one here
                 state = predict_state(whole, replace(policy, offload=None), layout.replicas)
@@ -185,3 +191,57 @@ def between(seconds: Floats, shares: Floats) -> Floats:
         line = seconds[less] + part * (seconds[more] - seconds[less])
         found = np.where(fits[more] & ~fits[less], np.minimum(found, line), found)
     return found
+
+
+class NearBounds:
+    """Nearer bounds of one layout at a time, from the trace of a single sample and the layers of each stage."""
+
+    def __init__(self, predictor: Predictor):
+        self._predictor = predictor
+        self._memory: dict[tuple[Layout, int], StageMemory] = {}
+
+    def seconds(self, layout: Layout) -> float:
+        """Return a lower bound of the seconds of a layout's step.
+
+        Every stage computes all micro-batches, after those before it have begun the first one, and before they end the last
+        one if backwards are whole; and its replicas exchange all gradients and weights. Then the optimizer steps.
+        """
+        predictor = self._predictor
+        split = predictor.split(_uniform(layout, recompute=0), roughly=True)
+        # By which each chunk makes those after it start late, and those before it end late.
+        late = split.times.compute[0]
+        if layout.schedule in WHOLE_BACKWARDS:
+            late = split.times.total
+        elif layout.schedule == "zb-h1":
+            late = np.maximum(late, late + split.times.compute[1] - split.times.compute[2])
+        waits = (np.cumsum(late) - late)[[split.placement.index(stage) for stage in range(layout.stages)]]
+        loads = of_stages(split.times.total, split.placement) * layout.micro_batches
+        computing = predictor.cooled(float((loads + waits).max()), float(loads.mean()))
+        host = layout.micro_batches * of_stages(split.times.host.sum(axis=0), split.placement)
+        longest = max(computing, float(split.reduction_seconds().max()), float(host.max()))
+        return longest + predictor.calibration.factors["optimizer"].value * split.optimizer_seconds()
+
+    def memory(self, layout: Layout) -> Iterator[StageMemory]:
+        """Yield about the memory of the stages that may be the fullest, scaled from that of a single sample.
+
+        No prediction is needed, only those stages' lists of instructions. With policies by layer it is the least that these can
+        make of it.
+        """
+        predictor, layout = self._predictor, _uniform(layout, recompute=1)
+        links, timed = predictor.links(layout), timed_micro_batches(layout, roughly=True)
+        model, replay = predictor.memory_model(layout.units), predictor.programs.replay(layout, timed, roughly=True)
+        chunks, _ = predictor.chunks(layout, links, roughly=True)
+        samples = layout.micro_batch * untimed_flight(layout, timed)
+        one = replace(chunks, layout=layout.model_copy(update={"micro_batch": 1}))
+        # A long pipeline is the fullest at its ends, or in the middle.
+        for stage in sorted({0, 1, layout.stages // 2, layout.stages - 2, layout.stages - 1}):
+            if 0 <= stage < layout.stages:
+                if (layout, stage) not in self._memory:
+                    found = model.stage(replay, one, stage, predictor.capacity(links.devices[stage]), samples)
+                    self._memory[layout, stage] = predictor.calibration.correct_memory(found)
+                yield self._memory[layout, stage]
+
+
+def _uniform(layout: Layout, recompute: int) -> Layout:
+    """Return the layout, with policies by layer as one in which all layers are recomputed, or none is."""
+    return layout.model_copy(update={"policy": None, "recompute": recompute}) if layout.is_by_layer else layout

@@ -3,36 +3,36 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from operator import attrgetter
 
 import numpy as np
 
-from parallel3d.config import SELECTIVE, Config, load
+from parallel3d.config import SELECTIVE, Config, SelectivePolicy, load
 from parallel3d.config.layout import Layout, PartialLayout, configuration, given_section
 from parallel3d.costs.forked import ForkedCalls
-from parallel3d.costs.layer_costs import LayerCost
-from parallel3d.costs.work import Collective
-from parallel3d.errors import ConfigError, ScheduleError
+from parallel3d.costs.model_traces import Slicing
+from parallel3d.costs.profilers import LayerCost
+from parallel3d.errors import ConfigError
 from parallel3d.planner import rare_collections
 from parallel3d.planner.calibrate.calibration import Calibration
 from parallel3d.planner.cluster.cluster import Cluster
 from parallel3d.planner.network.links import Network
-from parallel3d.planner.network.placement import Traffic, place
-from parallel3d.planner.predict.costs import Reductions, StepPrediction
+from parallel3d.planner.network.placement import place
+from parallel3d.planner.predict.costs import StepPrediction
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.predict.profile import ModelProfile
+from parallel3d.planner.search.autos import is_quick, with_auto
 from parallel3d.planner.search.model import PlannedModel
 from parallel3d.planner.search.reasons import trade_off, what_would_fit, why_not
-from parallel3d.planner.search.result import LinkLoad, PlanResult, Prediction, RankPlace, TimelineSpan
+from parallel3d.planner.search.result import PlanResult, Prediction, RankPlace, TimelineSpan
 from parallel3d.planner.search.search import MOST_NEAR, BranchAndBound, evaluate, listed
 from parallel3d.planner.search.space import POLICIES, Space, enumerate_space
-from parallel3d.schedule.auto import Measured, make_plan
-from parallel3d.schedule.instructions import Op, Program
-from parallel3d.schedule.memory import bytes_in_flight
+from parallel3d.planner.search.splits import split_carefully
+from parallel3d.planner.search.traffic import link_loads, traffic_of
 from parallel3d.schedule.timing import Span
-from parallel3d.schedule.zero_bubble import DEFAULT_MAX_IN_FLIGHT
 from parallel3d.specs import Layer, layer_name
 
 # Candidates within this ratio of the shortest step, at most MOST_NEAR, are placed and split with more care.
@@ -40,10 +40,6 @@ _NEAR = 1.02
 _MIXED = 3  # candidates that get policies by layer
 _MOST_SAMPLES, _MOST_LAYERS = 10**8, 1_100  # the time of a plan grows by the square of the layers
 _MOST_SEARCHED = 32  # chunks of all stages that are split with more care
-# (chunks, placement) that "auto" may have -> the named schedule of split backwards.
-_NAMED = {(1, "loop"): "zb-h1", (2, "v"): "zbv", (2, "loop"): "zb-looped", (4, "loop"): "zb-looped"}
-# Chunks of all stages x micro-batches: planning a longer pipeline takes longer than the rest of the plan.
-_QUICK = 160
 
 
 @dataclass(frozen=True)
@@ -93,8 +89,8 @@ class Planner:
         asked = {POLICIES[policy] for policy in np.unique(space.policy).tolist()}
         policies = [policy for policy in SELECTIVE if asked & {policy, "auto"}]
         # First those that bounds of all layouts need.
-        partly = [(slicing, policy, 1) for slicing in slicings for policy in policies]
-        self.profile.trace_in(process, [*((slicing, None, 1) for slicing in slicings), *partly])
+        first: list[tuple[Slicing, SelectivePolicy | None]] = [(slicing, None) for slicing in slicings]
+        self.profile.traced.trace_in(process, [(0, *key, 1) for key in [*first, *product(slicings, policies)]])
 
     def _space(self, config: Config) -> Space:
         question, fixed = self.question, self.question.fixed
@@ -261,7 +257,7 @@ def improve(predictor: Predictor, step: StepPrediction) -> StepPrediction:
         found.append(evaluate(predictor, layout, places))
     if layout.chunks > 1 and layout.stages * layout.chunks <= _MOST_SEARCHED:
         links = min(found, key=attrgetter("rank")).split.links
-        bounds = predictor.split_carefully(layout, links)
+        bounds = split_carefully(predictor, layout, links)
         found.append(evaluate(predictor, layout, links.ranks.ravel().tolist(), bounds))
     return min(found, key=attrgetter("rank"))
 
@@ -288,110 +284,3 @@ def prediction_of(predictor: Predictor, step: StepPrediction) -> Prediction:
         bounds=step.split.bounds,
         memory=step.memory,
     )
-
-
-def is_quick(layout: Layout) -> bool:
-    """Whether "auto" is planned for the layout's chunks in some tenths of a second."""
-    return layout.stages * layout.chunks * layout.micro_batches <= _QUICK
-
-
-def with_auto(predictor: Predictor, layout: Layout, places: Sequence[int] | None = None) -> StepPrediction | None:
-    """Predict schedule "auto" on the chunks of a layout. places: see Predictor.predict.
-
-    Return None for a single stage, for a placement of chunks that "auto" doesn't have, or if no micro-batch fits.
-    """
-    named = _NAMED.get((layout.chunks, layout.placement))
-    if layout.stages == 1 or named is None:
-        return None
-    start = evaluate(predictor, layout.model_copy(update={"schedule": named}), places)
-    try:
-        program = _auto_program(predictor, start)
-    except ScheduleError:
-        return None
-    auto = layout.model_copy(update={"schedule": "auto"})
-    return predictor.predict(auto, places, start.split.bounds, program)
-
-
-def _auto_program(predictor: Predictor, step: StepPrediction) -> Program:
-    """Plan by the times and bytes of a prediction of the same chunks. Raises ScheduleError if no micro-batch fits."""
-    layout, micro_batches, placement = step.layout, step.layout.micro_batches, step.program.placement
-    chunks = predictor.memory_model(layout.units).chunk_bytes(placement, step.split.bounds, layout)
-    held = tuple(max(1.0, c.saved + c.received + c.loaded) for c in chunks)
-    deferred = tuple(max(1.0, c.deferred) for c in chunks)
-    room = []
-    for stage, memory in enumerate(step.memory):
-        own = {c: chunks[c] for c, s in enumerate(placement) if s == stage}
-        activations = max(bytes_in_flight(step.program.instructions[stage], own))
-        # Bytes of the device that activations may take.
-        others = memory.reserved - memory.allocated + memory.phases["backward"] - activations
-        room.append(float(memory.capacity - others - max(c.output for c in own.values())))
-    cost = step.cost.cost()
-    sends = {i for rank in step.program.instructions for i in rank if i.op is Op.SEND_ACTIVATION}
-    transfer = max(map(cost, sends), default=0.0)
-    measured = Measured.of(placement, cost, held, deferred, DEFAULT_MAX_IN_FLIGHT, room, transfer)
-    return make_plan(placement, micro_batches, measured).program(micro_batches)
-
-
-_SEEN = 0.25  # share of the time of collectives between replicas that compute doesn't hide, about
-
-
-def _collectives(predictor: Predictor, step: StepPrediction) -> dict[str, list[Reductions]]:
-    """Return each stage's collectives by axis: "model" over tensor-parallel groups, "data" over replicas.
-
-    Each comes with how often it runs in a step.
-    """
-    layout, layers = step.layout, predictor.layers(step.layout)
-    model = [Counter[Collective]() for _ in range(layout.stages)]
-    data: list[Reductions] = [()] * layout.stages
-    for chunk, stage in enumerate(step.program.placement):
-        data[stage] += step.split.reductions[chunk]
-        for layer in layers[step.split.bounds[chunk] : step.split.bounds[chunk + 1]]:
-            for work in (layer.forward, layer.input_gradient, layer.weight_gradient):
-                model[stage].update(work.collectives)
-    repeated = [tuple((c, float(number * layout.micro_batches)) for c, number in own.items()) for own in model]
-    return {"data": data, "model": repeated}
-
-
-def _messages(predictor: Predictor, step: StepPrediction) -> Iterator[tuple[int, int, float]]:
-    """Yield (source, destination, bytes) of each message between stages, for one micro-batch and one rank."""
-    layers, placement = predictor.layers(step.layout), step.program.placement
-    for chunk, end in enumerate(step.split.bounds[1:-1]):
-        a, b = placement[chunk], placement[chunk + 1]
-        if a != b:
-            yield a, b, layers[end - 1].output_bytes
-            yield b, a, layers[end - 1].gradient_bytes
-
-
-def traffic_of(predictor: Predictor, step: StepPrediction) -> Traffic:
-    """Return what the placement of ranks is chosen by. If stages differ, the busiest one counts."""
-    layout = step.layout
-    busiest = {
-        axis: max(stages, key=lambda own: sum(collective.nbytes * number for collective, number in own))
-        for axis, stages in _collectives(predictor, step).items()
-    }
-    sizes = Counter(nbytes for *_, nbytes in _messages(predictor, step))
-    layers = predictor.layers(layout)
-    flops = sum(x.flops for layer in layers for x in (layer.forward, layer.input_gradient, layer.weight_gradient))
-    return Traffic(
-        model=busiest["model"],
-        data=tuple((collective, _SEEN * number) for collective, number in busiest["data"]),
-        # Messages are waited for while the pipeline fills and drains; in between, compute hides them.
-        pipe=tuple((nbytes, number / max(1, layout.stages - 1)) for nbytes, number in sizes.items()),
-        loops=layout.placement == "loop" and layout.chunks > 1,
-        flops=flops * layout.micro_batches,
-    )
-
-
-def link_loads(predictor: Predictor, step: StepPrediction) -> tuple[LinkLoad, ...]:
-    """Return what the links carry in a step, the slowest first."""
-    network, links = predictor.network, step.split.links
-    carried = {axis: np.zeros(len(network.fabric.bandwidth)) for axis in ("pipe", "data", "model")}
-    for a, b, nbytes in _messages(predictor, step):
-        carried["pipe"] += step.layout.micro_batches * network.link_bytes("send", links.stage_groups(a, b), nbytes)
-    groups_of = {"data": links.replica_groups, "model": links.tensor_groups}
-    for axis, stages in _collectives(predictor, step).items():
-        for stage, collectives in enumerate(stages):
-            groups = groups_of[axis](stage)
-            for collective, number in collectives:
-                carried[axis] += number * network.link_bytes(collective.kind, groups, collective.nbytes)
-    return network.loads({axis: nbytes for axis, nbytes in carried.items() if nbytes.any()})

@@ -17,9 +17,10 @@ from parallel3d.planner.network.placement import Grid
 from parallel3d.planner.predict.costs import WORTH_HALVES, StepPrediction, fullness_of
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.predict.timing import Floats, Integers
-from parallel3d.planner.search.bounds import SINGLE_POLICIES, Bounds, between
+from parallel3d.planner.search.bounds import SINGLE_POLICIES, Bounds, NearBounds, between
 from parallel3d.planner.search.result import StageMemory
 from parallel3d.planner.search.space import LARGE, Space
+from parallel3d.planner.search.splits import split_within
 
 MOST_NEAR = 6  # candidates that are improved
 _OF_A_SHAPE = 3  # candidates of one shape that are listed
@@ -40,14 +41,14 @@ class OutOfMemory:
     """Layout that isn't predicted, because it doesn't fit. least: a lower bound of its seconds."""
 
     layout: Layout
-    predictor: Predictor
+    near: NearBounds
     least: float
     fits = False
 
     @cached_property
     def memory(self) -> tuple[StageMemory, ...]:
         """Memory of the stages that may be the fullest."""
-        return tuple(self.predictor.rough_memory(self.layout))
+        return tuple(self.near.memory(self.layout))
 
     @property
     def rank(self) -> tuple[bool, float]:
@@ -55,10 +56,10 @@ class OutOfMemory:
         return True, self.least
 
 
-def out_of_memory(predictor: Predictor, layout: Layout, least: float) -> OutOfMemory | None:
+def out_of_memory(near: NearBounds, layout: Layout, least: float) -> OutOfMemory | None:
     """Return a layout that doesn't fit by its rough memory, and that no other split of its layers makes fit, else None."""
-    is_too_large = any(fullness_of([stage]) > _fullest_to_split(layout) for stage in predictor.rough_memory(layout))
-    return OutOfMemory(layout, predictor, least) if is_too_large else None
+    is_too_large = any(fullness_of([stage]) > _fullest_to_split(layout) for stage in near.memory(layout))
+    return OutOfMemory(layout, near, least) if is_too_large else None
 
 
 def _fullest_to_split(layout: Layout) -> float:
@@ -84,7 +85,7 @@ def evaluate(
     step = predictor.predict(layout, places, bounds)
     if not 1.0 < fullness_of(step.memory) < _fullest_to_split(layout) or step.seconds >= best:
         return step
-    within = predictor.split_within(step)
+    within = split_within(predictor, step)
     if within is None or within == step.split.bounds:
         return step
     other = predictor.predict(layout, places, within)
@@ -122,7 +123,8 @@ class BranchAndBound:
         self.capacity, self.host_capacity = map(max, zip(*sizes, strict=True))
         self.evaluated: dict[Layout, StepPrediction | OutOfMemory] = {}
         self._layout = cache(space.layout)
-        self._least = cache(predictor.least)
+        self._near = NearBounds(predictor)
+        self._least = cache(self._near.seconds)
 
     @property
     def _seconds(self) -> Floats:
@@ -239,7 +241,7 @@ class BranchAndBound:
         points: list[tuple[float, float]] = []
         for policy, recompute in SINGLE_POLICIES:
             one = layout.model_copy(update={"policy": policy, "recompute": recompute})
-            points.append((self._near_bound(one), fullness_of([next(self._predictor.rough_memory(one))])))
+            points.append((self._near_bound(one), fullness_of([next(self._near.memory(one))])))
             if points[-1][1] <= 1.0:  # what saves more takes longer
                 break
         seconds, shares = np.array(points).T
@@ -247,7 +249,7 @@ class BranchAndBound:
 
     def _evaluate(self, layout: Layout, best: float = np.inf) -> StepPrediction | OutOfMemory:
         """Predict a layout, see `evaluate`, unless it can't fit."""
-        refused = out_of_memory(self._predictor, layout, self._near_bound(layout))
+        refused = out_of_memory(self._near, layout, self._near_bound(layout))
         self.evaluated[layout] = refused or evaluate(self._predictor, layout, best=best)
         return self.evaluated[layout]
 

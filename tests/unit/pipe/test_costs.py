@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,11 +14,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import parallel3d
+from parallel3d.comm.collectives import DONE
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.topology import PipeDataParallelTopology
+from parallel3d.config import Config
 from parallel3d.costs.counter import OperatorCounter
-from parallel3d.costs.layer_costs import LayerCost, Sample
-from parallel3d.costs.profilers import FLOPS_PER_BYTE, FlopProfiler, TimeProfiler
+from parallel3d.costs.layer_profile import LayerProfile
+from parallel3d.costs.model_traces import trace_layers
+from parallel3d.costs.profilers import TimeProfiler
+from parallel3d.costs.trained_layer import Sample
+from parallel3d.costs.work import FLOPS_PER_BYTE
 from parallel3d.errors import PartitionError
 from parallel3d.models.blocks import decoder
 from parallel3d.models.config import DecoderConfig
@@ -32,8 +37,21 @@ def context() -> BuildContext:
     return BuildContext(ProcessGroups(PipeDataParallelTopology(1, 1)), torch.device("cpu"))
 
 
-def trace(context: BuildContext, layers: list[Any], x: Any, labels: Any = None, loss: Any = None) -> list[LayerCost]:
-    return FlopProfiler(Sample(x, labels, loss, Precision()), context).measure_all(layers)
+class Traced(NamedTuple):
+    """FLOPs of both passes, with bytes as FLOPs, bytes that are saved for the backward, and those of the input."""
+
+    forward: float
+    backward: float
+    saved: int
+    given: int
+
+
+def trace(context: BuildContext, layers: list[Any], x: Any, labels: Any = None, loss: Any = None) -> list[Traced]:
+    sample = Sample(x, labels, loss, Precision())
+    profiles = trace_layers(layers, sample, Config(), context, "use partition method 'profile' or 'parameters'")
+    return [
+        Traced(p.forward.flops_and_bytes, p.backward.flops_and_bytes, p.saved_bytes, sum(p.inputs)) for p in profiles
+    ]
 
 
 def matmul(m: int, n: int, k: int) -> int:
@@ -67,18 +85,19 @@ def test_flops_of_attention_are_those_of_its_matrices(batch: int, seq: int, head
     # Of the input, to which no gradient goes, no gradient is computed.
     backward = 2 * linears - matmul(tokens, hidden, 3 * hidden) + 5 * scores
     moved = (cost.forward - linears - 2 * scores) / FLOPS_PER_BYTE, (cost.backward - backward) / FLOPS_PER_BYTE
-    # The rest are copies: at most the attention's output forward; backward the gradients of query, key and value, and ones.
+    # The rest are copies: at most the attention's output forward; backward the gradients of query, key and value. Gradients of
+    # weights are added to their accumulators.
     assert 0 <= moved[0] <= 2 * 4 * tokens * hidden
-    assert 0 <= moved[1] <= 40 * 4 * tokens * hidden
+    assert 0 <= moved[1] - 3 * 4 * 4 * hidden**2 <= 40 * 4 * tokens * hidden
 
 
 def test_linears_cost_two_flops_a_weight_and_token_forward_and_four_backward(context: BuildContext) -> None:
     layers = [LayerSpec(nn.Linear, 64, 256, bias=False), LayerSpec(nn.Linear, 256, 32, bias=False)]
     first, second = trace(context, layers, torch.zeros(8, 64))
     assert (first.forward, second.forward) == (matmul(8, 256, 64), matmul(8, 32, 256))
-    ones = 4 * FLOPS_PER_BYTE * 8  # bytes of the gradient that the backward starts from, a number of the output
-    assert first.backward - matmul(8, 256, 64) in (256 * ones, 2 * 256 * ones)  # no gradient of the model's input
-    assert second.backward - 2 * matmul(8, 32, 256) in (32 * ones, 2 * 32 * ones)
+    added = 3 * 4 * FLOPS_PER_BYTE  # a gradient of a weight and its accumulator are read, and the sum is written
+    assert first.backward == matmul(8, 256, 64) + 64 * 256 * added  # no gradient of the model's input
+    assert second.backward == 2 * matmul(8, 32, 256) + 256 * 32 * added
 
 
 def test_an_elementwise_layer_costs_its_bytes_and_a_look_up_not_its_table(context: BuildContext) -> None:
@@ -122,6 +141,24 @@ def test_heads_that_share_keys_cost_as_many_scores(context: BuildContext) -> Non
     grown = [share_of_scores(kv, 512) - 2 * share_of_scores(kv, 256) for kv in (8, 2)]
     assert grown[0] == pytest.approx(matmul(512, 512, 64) - 2 * matmul(256, 256, 64), rel=0.05)
     assert grown[1] == pytest.approx(grown[0], rel=0.05)
+
+
+def test_a_tensor_parallel_rank_has_its_share_of_products_and_of_activations() -> None:
+    config = DecoderConfig(vocab_size=64, hidden_size=64, ffn_size=128, num_layers=1, num_heads=4, max_positions=16)
+    sample = Sample(torch.zeros(2, 16, dtype=torch.long), None, None, Precision())
+
+    def block(ranks: int, parallel: bool) -> LayerProfile:
+        groups = ProcessGroups.imagined(ranks, lambda kind, nbytes: DONE)
+        return trace_layers(
+            decoder(config), sample, Config(), BuildContext(groups, torch.device("cpu"), parallel), "no"
+        )[1]
+
+    whole, own, parallel = block(1, False), block(2, False), block(2, True)
+    for rank in (own, parallel):
+        assert rank.forward.flops == whole.forward.flops / 2
+        assert rank.backward.flops == whole.backward.flops / 2
+        assert whole.forward.moved / 2 < rank.forward.moved < whole.forward.moved
+    assert whole.saved_bytes / 2 <= parallel.saved_bytes < own.saved_bytes < whole.saved_bytes
 
 
 def test_saved_bytes_are_those_that_the_backward_needs(context: BuildContext) -> None:
@@ -250,9 +287,12 @@ def test_layers_are_measured_in_the_precision_of_training(context: BuildContext,
 
 def test_a_layer_may_work_on_its_input_in_place(context: BuildContext) -> None:
     layers = [LayerSpec(nn.Linear, 8, 8), LayerSpec(nn.ReLU, inplace=True)]
-    sample = Sample(torch.randn(4, 8), None, None, Precision())
-    for profiler in (FlopProfiler(sample, context), TimeProfiler(sample, context)):
-        assert all(cost.forward > 0 and cost.backward > 0 for cost in profiler.measure_all(layers))
+    x = torch.randn(4, 8)
+    for costs in (
+        trace(context, layers, x),
+        TimeProfiler(Sample(x, None, None, Precision()), context).measure_all(layers),
+    ):
+        assert all(cost.forward > 0 and cost.backward > 0 for cost in costs)
 
 
 def test_a_tied_layer_is_found_by_how_it_is_called(context: BuildContext) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from parallel3d.autograd.sink import GradientSink
 from parallel3d.autograd.split_backward import make_splittable
 from parallel3d.config import load
+from parallel3d.config.layout import Layout
 from parallel3d.models import DecoderConfig
 from parallel3d.models.blocks import decoder
 from parallel3d.monitor.memory import LiveStorages
@@ -84,7 +85,7 @@ MODELS = {
 def traced(specs: list[LayerSpec], recompute: int = 0) -> Any:
     config = load({"train_micro_batch_size_per_gpu": 1})
     profile = ModelProfile(specs, torch.zeros(SAMPLES, SEQ, HIDDEN), None, None, config, "cpu")
-    return profile.layers(micro_batch=SAMPLES, recompute=recompute)
+    return profile.layers(Layout(micro_batch=SAMPLES, recompute=recompute))
 
 
 def run(specs: list[LayerSpec], splits: bool) -> dict[str, int]:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel3d.config import load
+from parallel3d.config.layout import Layout
 from parallel3d.pipe import LayerSpec
 from parallel3d.planner.predict.profile import ModelProfile
 
@@ -78,7 +79,7 @@ def predicted(function: Callable[[Tensor], Tensor], compiled: bool) -> int:
     specs = [LayerSpec(Begin), LayerSpec(Region, function)]
     settings = {"optimizer": {"type": "SGD"}, "compile": {"enabled": compiled}}
     profile = ModelProfile(specs, x, x, None, load({"train_micro_batch_size_per_gpu": 2, **settings}), "cuda")
-    layer = profile.layers(1, False, SHAPE[0], 0)[1]
+    layer = profile.layers(Layout(micro_batch=SHAPE[0]))[1]
     held = layer.whole.saved
     outputs = [layer.outputs[k].storage for k in held.outputs]
     return held.own + sum(layer.inputs[k] for k in held.inputs) + sum(outputs)

@@ -12,7 +12,8 @@ from parallel3d.kernels.all_reduce import AllReduce
 from parallel3d.kernels.reduce_scatter import ReduceScatter
 from parallel3d.pipe import LayerSpec
 from parallel3d.planner.predict.chunk_memory import MemoryReplay
-from parallel3d.planner.predict.memory import MemoryModel
+from parallel3d.planner.predict.chunks import Chunks
+from parallel3d.planner.predict.memory import MemoryModel, Room
 from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.search.result import StageMemory
 from parallel3d.schedule.builders import build
@@ -41,7 +42,7 @@ def predicted(
         zero=zero,
     )
     program = lower(build("1f1b", 1, 1, 1, "loop"))
-    stage = MemoryModel(profile).stage(MemoryReplay(program), (0, 1), layout, 0, 1, 1)
+    stage = MemoryModel(profile).stage(MemoryReplay(program), Chunks.one(layout, 1), 0, Room(1, 1))
     return stage
 
 

@@ -26,7 +26,8 @@ from cases import Workload, command_of, parse_case
 from parallel3d.config import load
 from parallel3d.config.layout import Layout
 from parallel3d.planner.predict.chunk_memory import ChunkMemory, MemoryReplay, chunk_memory
-from parallel3d.planner.predict.memory import MemoryModel
+from parallel3d.planner.predict.chunks import Chunks
+from parallel3d.planner.predict.memory import MemoryModel, Room
 from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.lowering import lower
@@ -103,9 +104,9 @@ def predicted(name: str, work: Workload, each: bool) -> list[float]:
     )
     program = lower(build(args.schedule, args.pp, args.micro_batches, args.chunks, args.placement))
     replay = MemoryReplay(program)
-    bounds = given["pipeline"]["partition"]
+    split = Chunks(layout, replay.placement, tuple(given["pipeline"]["partition"]))
     with mock.patch("parallel3d.planner.predict.memory.chunk_memory", chunk_memory_then):
-        stages = [memory.stage(replay, bounds, layout, stage, 1, 1) for stage in range(args.pp)]
+        stages = [memory.stage(replay, split, stage, Room(1, 1)) for stage in range(args.pp)]
     return [stage.allocated / 2**30 for stage in stages for _ in range(args.dp)]
 
 

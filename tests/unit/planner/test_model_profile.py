@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel3d.config import load
+from parallel3d.config.layout import Layout
 from parallel3d.costs.layer_profile import LayerProfile
 from parallel3d.costs.tracing import Held
 from parallel3d.errors import PartitionError
@@ -50,7 +51,7 @@ def linears(tensor_ranks: int) -> int:
 @pytest.mark.parametrize("samples", [1, 2, 7])
 def test_a_blocks_flops_are_those_of_its_matrices(tensor_ranks: int, samples: int):
     """The papers' formulas: 2 FLOPs per weight and token, 4 backward; causal attention has half of all pairs."""
-    block = decoder_profile().layers(tensor_ranks, micro_batch=samples)[1]
+    block = decoder_profile().layers(Layout(tensor_ranks=tensor_ranks, micro_batch=samples))[1]
     tokens = samples * SEQ
     scores = 2 * samples * SEQ * SEQ * HIDDEN / 2 / tensor_ranks
     assert block.forward.gemm_flops == 2 * tokens * linears(tensor_ranks)
@@ -63,7 +64,7 @@ def test_a_blocks_flops_are_those_of_its_matrices(tensor_ranks: int, samples: in
 
 
 def test_the_head_counts_with_its_loss():
-    *_, head = decoder_profile().layers(micro_batch=2)
+    *_, head = decoder_profile().layers(Layout(micro_batch=2))
     assert head.loss is not None
     assert head.forward.gemm_flops == 2 * 2 * SEQ * HIDDEN * VOCAB
     assert head.forward.moved == head.loss.forward.moved >= 2 * 2 * SEQ * VOCAB  # at least once all logits
@@ -85,7 +86,7 @@ def test_the_head_counts_with_its_loss():
 def test_collectives_of_sliced_blocks_are_those_of_the_papers(
     sequence_parallel: bool, forward: list[tuple[str, int]], backward: list[tuple[str, int]]
 ):
-    block = decoder_profile().layers(2, sequence_parallel, micro_batch=3)[1]
+    block = decoder_profile().layers(Layout(tensor_ranks=2, sequence_parallel=sequence_parallel, micro_batch=3))[1]
     message = 2 * 3 * SEQ * HIDDEN
     assert [(c.kind, c.nbytes) for c in block.forward.collectives] == [(kind, n * message) for kind, n in forward]
     found = sorted((c.kind, c.nbytes) for c in block.input_gradient.collectives)
@@ -100,7 +101,7 @@ def test_nothing_is_joined_or_communicated(monkeypatch: pytest.MonkeyPatch):
 
     for name in ("init_process_group", "new_group", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"):
         monkeypatch.setattr(dist, name, refuse)
-    decoder_profile().layers(4, True)
+    decoder_profile().layers(Layout(tensor_ranks=4, sequence_parallel=True))
 
 
 def test_equal_layers_share_a_profile_and_blocks_differ_by_their_window():
@@ -118,9 +119,10 @@ def numbers(profile: LayerProfile) -> dict[str, Any]:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_more_samples_follow_from_few(sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch):
     # Few words: the gradient of the embedding is then never what takes the most.
-    followed = decoder_profile(vocab=32).layers(2, sequence_parallel, micro_batch=6)
+    layout = Layout(tensor_ranks=2, sequence_parallel=sequence_parallel, micro_batch=6)
+    followed = decoder_profile(vocab=32).layers(layout)
     monkeypatch.setattr("parallel3d.planner.predict.profile._FEW", ((6, 6),))
-    traced = decoder_profile(vocab=32).layers(2, sequence_parallel, micro_batch=6)
+    traced = decoder_profile(vocab=32).layers(layout)
     assert [numbers(p) for p in followed] == [numbers(p) for p in traced]
 
 
@@ -144,7 +146,7 @@ def test_bytes_held_are_those_that_the_gradients_need():
         load({"train_micro_batch_size_per_gpu": rows}),
         "cpu",
     )
-    (layer,) = profile.layers(micro_batch=rows)
+    (layer,) = profile.layers(Layout(micro_batch=rows))
     hidden, outer = 4 * rows * 48, 4 * rows * 16
     assert layer.inputs == (4 * rows * 32,)
     for held in (layer.whole, layer.split):
@@ -164,7 +166,7 @@ def test_dropout_keeps_a_byte_a_number_on_cuda():
         specs = [LayerSpec(nn.Linear, 8, 8), LayerSpec(nn.Dropout, 0.1)]
         config = load({"train_micro_batch_size_per_gpu": rows, **BF16})
         profile = ModelProfile(specs, torch.zeros(rows, 8), None, None, config, device)
-        assert profile.layers(micro_batch=rows)[1].whole.saved == Held(own=mask * rows * 8)
+        assert profile.layers(Layout(micro_batch=rows))[1].whole.saved == Held(own=mask * rows * 8)
 
 
 def test_compiled_work_moves_less_and_multiplies_as_much():
@@ -176,7 +178,7 @@ def test_compiled_work_moves_less_and_multiplies_as_much():
 
 def test_recomputed_layers_run_their_forward_again():
     model = decoder_profile()
-    plain, again = model.layers(micro_batch=2), model.layers(micro_batch=2, recompute=1)
+    plain, again = model.layers(Layout(micro_batch=2)), model.layers(Layout(micro_batch=2, recompute=1))
     for before, after in zip(plain, again, strict=True):
         assert after.recomputed
         own = before.forward.gemm_flops
@@ -219,7 +221,7 @@ class AsksItsDevice(nn.Module):
 @pytest.mark.parametrize("changes", [BF16, {"torch_autocast": {"enabled": True, "dtype": "bf16"}}], ids=str)
 def test_what_the_meta_device_cannot_trace_fake_tensors_do(layer: Any, changes: dict[str, Any]):
     config = load({"train_micro_batch_size_per_gpu": 4, **changes})
-    (linear,) = ModelProfile([layer], torch.zeros(4, 8), None, None, config).layers(micro_batch=4)
+    (linear,) = ModelProfile([layer], torch.zeros(4, 8), None, None, config).layers(Layout(micro_batch=4))
     assert linear.forward.gemm_flops == 2 * 4 * 8 * 8
     assert linear.output_bytes == 2 * 4 * 8
     assert linear.whole.deferred.own == 0, "a whole backward leaves nothing, autocast's copies of weights included"
@@ -240,11 +242,11 @@ def test_a_layer_that_communicates_by_itself_is_refused():
 def test_layers_have_the_configurations_policies_unless_the_layout_has_one():
     by_class = {"Block": "cheap", "Head": "none", "default": "full"}
     profile, plain = decoder_profile(changes={"activation_checkpointing": {"policy": by_class}}), decoder_profile()
-    cheap, attention = (plain.layers(recompute=1, policy=policy) for policy in ("cheap", "attention"))
-    embedding, block, *_, norm, head = profile.layers(recompute=1)
+    cheap, attention = (plain.layers(Layout(recompute=1, policy=policy)) for policy in ("cheap", "attention"))
+    embedding, block, *_, norm, head = profile.layers(Layout(recompute=1))
     assert (embedding.recomputed, block.recomputed, norm.recomputed, head.recomputed) == (True, False, True, False)
     assert block.whole == cheap[1].whole
-    assert profile.layers(recompute=1, policy="attention")[1].whole == attention[1].whole
+    assert profile.layers(Layout(recompute=1, policy="attention"))[1].whole == attention[1].whole
     assert profile.layers()[1].whole == plain.layers()[1].whole
 
 

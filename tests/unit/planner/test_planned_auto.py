@@ -8,7 +8,7 @@ from test_search import hosts, planner_of, small_model
 from parallel3d.config.layout import Layout, parse_layout
 from parallel3d.planner.cluster.file import load_cluster
 from parallel3d.planner.predict.costs import StepPrediction
-from parallel3d.planner.search.plan import is_quick, with_auto
+from parallel3d.planner.search.autos import is_quick, with_auto
 from parallel3d.planner.search.search import evaluate
 from parallel3d.schedule.instructions import COMPUTE_OPS, Program
 from parallel3d.schedule.order import validate
@@ -76,7 +76,7 @@ def test_who_asks_for_it_gets_nothing_else() -> None:
 def test_the_best_pipeline_is_planned_with_it_where_that_is_quick_or_asked_for(
     every: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("parallel3d.planner.search.plan._QUICK", 0 if every else 160)
+    monkeypatch.setattr("parallel3d.planner.search.autos._QUICK", 0 if every else 160)
     fixed = parse_layout("pp4,m16")
     answers = [
         planner_of(small_model(), load_cluster(hosts(1)), 16, fixed=fixed, every_auto=asked).answer()

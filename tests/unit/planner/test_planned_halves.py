@@ -15,7 +15,7 @@ from test_search import hosts, small_model
 
 from parallel3d.cli.plan import show
 from parallel3d.config.layout import Layout, parse_layout
-from parallel3d.costs.layer_costs import LayerCost
+from parallel3d.costs.profilers import LayerCost
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import ModelFingerprint, RankRecord, RunRecord
 from parallel3d.parity.settings import Settings, check_config

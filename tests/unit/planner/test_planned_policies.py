@@ -13,8 +13,8 @@ from test_search import hosts, planner_of, small_model
 from parallel3d.config import RecomputationPolicy, load
 from parallel3d.config.layout import Layout, parse_layout
 from parallel3d.planner.cluster.file import load_cluster
+from parallel3d.planner.predict.chunks import Chunks
 from parallel3d.planner.predict.predict import Predictor
-from parallel3d.planner.predict.profile import stage_layers
 from parallel3d.planner.search.plan import Planner, profile_of
 from parallel3d.schedule.builders import placement_of
 
@@ -43,10 +43,10 @@ def test_no_policies_that_fit_are_faster_by_a_hundredth(words: str) -> None:
     layout = parse_layout(words).complete(replicas=2, policy="auto", recompute=1)
     bounds = (0, 4, _LAYERS) if layout.chunks == 1 else (0, 2, 4, 6, _LAYERS)
     placement = placement_of("loop", 2, layout.chunks)
-    stages = [stage_layers(bounds, placement, stage) for stage in range(2)]
+    stages = [Chunks(layout, placement, bounds).layers_on(stage) for stage in range(2)]
 
     def predicted(predictor: Predictor, own: Layout) -> tuple[float, int]:
-        step = predictor._step(predictor._split_layout(own, bounds=bounds), None, None)
+        step = predictor._step(predictor.split(own, bounds=bounds), None, None)
         return step.seconds, max(stage.reserved for stage in step.memory)
 
     every = [predicted(free, layout.model_copy(update={"policy": own})) for own in assignments(stages)]

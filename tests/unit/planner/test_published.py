@@ -225,7 +225,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_a_published_step_is_predicted(run: Published):
     predictor = Predictor(*profile(run.kind, run.hidden, run.layers, run.heads, run.selective), network(run.cluster))
-    predictor._programs = PROGRAMS
+    predictor.programs = PROGRAMS
     layout = parse_layout(run.layout)
     # One of the model's 126 blocks a chunk, and none in the first and the last one.
     bounds = None if run.kind == "llama3" else equal_block_bounds(run.layers, layout.stages * layout.chunks, behind=2)
@@ -315,7 +315,7 @@ def predictor_of_7b(compiled: bool, bf16: bool, units: str, each: bool) -> Predi
     config = config_of({**model.config, "compile": {"enabled": compiled}})
     profiled = ModelProfile(model.layers, *model.sample(1), model.loss_fn, config)
     predictor = Predictor(model, profiled, network("4xH200"))
-    predictor._programs = PROGRAMS
+    predictor.programs = PROGRAMS
     return predictor
 
 
@@ -399,7 +399,7 @@ def test_a_measured_step_with_offload_is_predicted(
             "devices": {"here": {"base": "H200", **rates}},
         }
     predictor = Predictor(model, profiled, Network(load_cluster(cluster)))
-    predictor._programs = PROGRAMS
+    predictor.programs = PROGRAMS
     layout = parse_layout("pp1,mb1" + ",zero3" * (case["zero"] == 3))
     predicted = predictor.predict(layout.complete(micro_batch=1, micro_batches=micro_batches))
     if not on_disk or at_once in links:

@@ -20,6 +20,7 @@ from parallel3d.planner.cluster.cluster import Cluster
 from parallel3d.planner.cluster.file import load_cluster
 from parallel3d.planner.predict.costs import StepPrediction
 from parallel3d.planner.predict.predict import Predictor
+from parallel3d.planner.search.bounds import NearBounds
 from parallel3d.planner.search.model import DEFAULTS, MODELS, PlannedModel, load_model
 from parallel3d.planner.search.plan import Planner, Question, possible_tensor_ranks
 from parallel3d.planner.search.result import PlanResult, Prediction
@@ -173,7 +174,7 @@ def test_what_is_refused_is_what_predictions_say_not_to_fit() -> None:
     space = of_blocks(planner)
     for k in range(0, len(space), 3):
         layout = space.layout(k)
-        if out_of_memory(planner.predictor, layout, least=0.0) is not None:
+        if out_of_memory(NearBounds(planner.predictor), layout, least=0.0) is not None:
             refused += 1
             assert not evaluate(planner.predictor, layout).fits
     assert refused
@@ -204,7 +205,7 @@ def test_no_prediction_is_below_its_bounds(idle: float) -> None:
     for k in range(0, len(search.space), 19):
         outlook = planner.predictor.predict(search.space.layout(k))
         assert outlook.seconds >= search.bounds.seconds[k]
-        assert outlook.seconds >= 0.99 * planner.predictor.least(search.space.layout(k))
+        assert outlook.seconds >= 0.99 * NearBounds(planner.predictor).seconds(search.space.layout(k))
         memory = outlook.memory
         assert max(stage.allocated for stage in memory) >= search.bounds.bytes[k]
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel3d.config import load
+from parallel3d.config.layout import Layout
 from parallel3d.costs.devices import Device, compute_seconds
 from parallel3d.costs.layer_profile import LayerProfile
 from parallel3d.costs.work import Collective, Exchange, Work
@@ -49,7 +50,9 @@ def block(
     tokens = torch.zeros(1, SEQ, dtype=torch.int64)
     given = load({**DEFAULTS, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1})
     profile = ModelProfile(decoder(config), tokens, tokens, causal_lm_loss, given)
-    return profile.layers(tensor_ranks, sequence_parallel, samples)[1]
+    return profile.layers(Layout(tensor_ranks=tensor_ranks, sequence_parallel=sequence_parallel, micro_batch=samples))[
+        1
+    ]
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=6))
