@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hmac
 import os
 import secrets
@@ -112,12 +111,6 @@ class ProcessGroups:
 
     def _group(self, ranks: tuple[int, ...], handle: dist.ProcessGroup | None) -> Group:
         return Group(ranks, handle, activity=self.activity, own_streams=self.own_streams)
-
-    def unsliced(self) -> ProcessGroups:
-        """Return these groups for layers that are not sharded: the tensor-parallel group has only this rank."""
-        groups = copy.copy(self)
-        groups.model = self.alone()
-        return groups
 
     @classmethod
     def imagined(cls, tensor_ranks: int, note: Callable[[str, int], Work]) -> ProcessGroups:
