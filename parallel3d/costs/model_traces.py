@@ -66,6 +66,7 @@ class TracedModel:
     _slicings: dict[Slicing, ModelTraces] = field(default_factory=dict)
     _profiles: dict[TraceKey, tuple[LayerProfile, ...]] = field(default_factory=dict)
     _elsewhere: ForkedCalls | None = None
+    _num_sent: int = 0  # lists that the other processes have
 
     def add(self, layers: Sequence[Layer]) -> int:
         """Return the number of a further list of layers."""
@@ -75,7 +76,7 @@ class TracedModel:
     def profiles(self, *key: *TraceKey) -> tuple[LayerProfile, ...]:
         """Return the profile of each layer. Raises PartitionError, which names the layer, for one that can't be traced."""
         if key not in self._profiles:
-            found = None if self._elsewhere is None else self._elsewhere(key)
+            found = self._elsewhere(key) if self._elsewhere is not None and key[0] < self._num_sent else None
             self._profiles[key] = found or self(key)
         return self._profiles[key]
 
@@ -84,7 +85,8 @@ class TracedModel:
 
         Nothing may have been traced before: what a module makes for all later micro-batches is part of its first trace.
         """
-        self._elsewhere = process if process.begin(self, ahead) else None
+        if process.begin(self, ahead):
+            self._elsewhere, self._num_sent = process, len(self._lists)
 
     def __call__(self, key: TraceKey) -> tuple[LayerProfile, ...]:
         """Trace, for the first time."""
