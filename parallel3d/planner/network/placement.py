@@ -189,19 +189,13 @@ def _descend(
         budget -= len(trials)
         if not len(trials):
             break
-        better, fewer = _best(network, shape, traffic, trials)
-        if fewer >= seconds * (1 - 1e-9):
+        found = _seconds(network, shape, traffic, trials)
+        # Sums of other orders differ in their last bits: that is no reason to prefer a later trial.
+        first = int(np.argmax(found <= found.min() * (1 + 1e-12)))
+        if found[first] >= seconds * (1 - 1e-9):
             break
-        placed, seconds = better, fewer
+        placed, seconds = trials[first], float(found[first])
     return placed, seconds
-
-
-def _best(network: Network, shape: Grid, traffic: Traffic, trials: Integers) -> tuple[Integers, float]:
-    """Return the trial of the fewest seconds, the first of equal ones, and its seconds."""
-    seconds = _seconds(network, shape, traffic, trials)
-    # Sums of other orders differ in their last bits: that is no reason to prefer a later trial.
-    first = int(np.argmax(seconds <= seconds.min() * (1 + 1e-12)))
-    return trials[first], float(seconds[first])
 
 
 def _seconds(network: Network, shape: Grid, traffic: Traffic, trials: Integers) -> Floats:
