@@ -50,8 +50,8 @@ from parallel3d.zero.policy import make_policy
 
 # The simulated step has this many micro-batches per stage: the real number is not known when the module is built.
 _MICRO_BATCHES_PER_STAGE = 4
-# Sections of the configuration that a trace of layers depends on; others may have values that are filled in later.
-_TRACED = ("fp16", "bf16", "torch_autocast", "amp", "compile", "fp8", "rng")
+# Sections of the configuration that say in which precision layers are trained.
+_PRECISION = ("fp16", "bf16", "torch_autocast", "amp")
 _INSTEAD = "use partition method 'profile' or 'parameters'"
 
 
@@ -59,9 +59,7 @@ def make_sample(inputs: Any, labels: Any, loss_fn: LossFunction, config: Source)
     """Return the sample of PipelineModule's arguments, in the configuration's precision; None without inputs."""
     if inputs is None:
         return None
-    return Sample(
-        inputs, labels, loss_fn, make_precision(load_sections(config, "fp16", "bf16", "torch_autocast", "amp"))
-    )
+    return Sample(inputs, labels, loss_fn, make_precision(load_sections(config, *_PRECISION)))
 
 
 class LayerSplitter:
@@ -171,8 +169,9 @@ class LayerSplitter:
         return [sum(cost) + cost[0] * recomputed for cost, recomputed in zip(costs, self._recomputed, strict=True)]
 
     def _traced(self, source: Source, sample: Sample) -> Sequence[LayerProfile]:
-        """Return the profiles of this rank's layers, from traces without memory."""
-        config = load_sections(source, *_TRACED)
+        """Return the profiles of this rank's layers, from traces without memory; layers are not compiled."""
+        given = load_sections(source, *_PRECISION)
+        config = Config(**{name: getattr(given, name) for name in _PRECISION})
         return trace_layers(self._layers, sample, config, self._context, _INSTEAD)
 
     def _agreed(self, find: Callable[[], Sequence[Sequence[float]]]) -> list[tuple[float, ...]]:
