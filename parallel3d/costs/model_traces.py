@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
+from weakref import proxy
 
 import torch
 from torch import nn
@@ -92,7 +93,8 @@ class TracedModel:
         """Trace, for the first time."""
         number, slicing, policy, samples = key
         if slicing not in self._slicings:
-            self._slicings[slicing] = ModelTraces(self, *slicing)
+            weak: Any = proxy(self)  # what was traced is freed with this object, not when garbage is collected
+            self._slicings[slicing] = ModelTraces(weak, *slicing)
         return self._slicings[slicing].profiles(self._lists[number], policy, samples)
 
     def following(self, key: TraceKey) -> list[TraceKey]:
