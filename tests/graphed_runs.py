@@ -37,22 +37,26 @@ def stand_in() -> AbstractContextManager[Any]:
     return nullcontext() if torch.cuda.is_available() else mock.patch.object(step, "CudaGraphs", TapedGraphs)
 
 
-def make(*args: Any, **config: Any) -> Any:
+def make(*args: Any, accumulation: int = ACCUMULATION, **config: Any) -> Any:
     """An engine of layouts.make_engine."""
-    torch.compiler.reset()  # layers that other tests have compiled in this process count for its limits
+    if config.get("compile", {}).get("cuda_graphs", False):
+        # Layers that other tests have compiled in this process count for its limits. A run without graphs comes after one with
+        # them, and shares its layers.
+        torch.compiler.reset()
     torch.manual_seed(TORCH_SEED)
     with stand_in():
-        return make_engine(*args, accumulation=ACCUMULATION, clipping=CLIPPING, **config)
+        return make_engine(*args, accumulation=accumulation, clipping=CLIPPING, **config)
 
 
 def run(engine: Any, micro_batch: Callable[[int, bool], Any]) -> Result:
     """micro_batch(number, whether it has another length)."""
-    per_step = ACCUMULATION * engine.grid.get_data_parallel_world_size()
+    accumulation = engine.gradient_accumulation_steps()
+    per_step = accumulation * engine.grid.get_data_parallel_world_size()
     data = [micro_batch(k, 0 <= k - 4 * per_step < per_step / 2) for k in range(STEPS * per_step)]
     replay = GraphedExecutor._replay
     with mock.patch.object(GraphedExecutor, "_replay", autospec=True, side_effect=replay) as replays:
         result = run_steps(engine, own_iterator(engine, data), STEPS)
-    program = engine._runner.programs.get(ACCUMULATION, training=True).instructions[engine.pipeline_module.stage_id]
+    program = engine._runner.programs.get(accumulation, training=True).instructions[engine.pipeline_module.stage_id]
     return result, replays.call_count, sum(i.op in COMPUTE_OPS for i in program)
 
 
@@ -83,6 +87,7 @@ def train_sliced(sequence_parallel: bool, pipeline: dict[str, Any], config: dict
     engine = make(
         decoder(DECODER),
         causal_lm_loss,
+        accumulation=2,  # of one stage; a micro-batch is recorded and replayed operator by operator
         pipeline=pipeline,
         tensor_parallel=tensor_parallel,
         attention={"backend": "math"},  # whose backward is deterministic
