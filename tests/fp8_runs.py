@@ -83,7 +83,11 @@ Trained = tuple[list[float], dict[str, Tensor], set[int]]
 
 
 def train(blocks: Sequence[type[Block]], pipelined: bool, device: str, **config: Any) -> Trained:
-    """Losses of steps and of evaluations after them, weights, and the bytes of each all-gather."""
+    """Losses of steps and of evaluations after them, weights, and the bytes of each all-gather.
+
+    On the CPU, compiled layers of pipelines are not evaluated, as those of other modules are: the compiler would trace each
+    of them once more.
+    """
     kinds = [(nn.Linear, WIDTH, WIDTH), *((block,) for block in blocks), (nn.Linear, WIDTH, WIDTH)]
     whole = {
         "train_micro_batch_size_per_gpu": SAMPLES,
@@ -108,7 +112,9 @@ def train(blocks: Sequence[type[Block]], pipelined: bool, device: str, **config:
     for step in range(STEPS):
         own = data[2 * step : 2 * step + 2]
         if pipelined:
-            losses += [engine.train_batch(iter(own)).item(), engine.eval_batch(iter(own)).item()]
+            losses.append(engine.train_batch(iter(own)).item())
+            if device != "cpu" or not engine.is_compiled:
+                losses.append(engine.eval_batch(iter(own)).item())
             continue
         for batch in own:
             loss = engine(*batch)
