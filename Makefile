@@ -17,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE =
 # Most modules that are installed are never imported; the others are compiled when they first are. PIP_NO_COMPILE=1 means the opposite.
 export PIP_COMPILE = 0
 
-.PHONY: setup all-of-ci train test test-all test-versions clusters readme docs fuzz lint clean
+.PHONY: setup all-of-ci train test compiled test-all test-versions clusters readme docs fuzz lint clean
 
 setup: $(STAMP)
 
@@ -45,6 +45,11 @@ train: $(PACKAGE)
 # Three at a time, as what runs on many processes waits most of the time; neighbours stay together, for what they share.
 test: setup
 	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
+
+# What `make test` would compile in each of its processes at its start: the tests, and what they import. For a fresh checkout.
+compiled: setup
+	$(BIN)/python -m pytest --collect-only >/dev/null
+	PYTHONPATH=tests $(BIN)/python -c "import ranks; list(map(__import__, ranks.preloaded()))"
 
 test-all: setup
 	$(BIN)/pip install -q -c constraints.txt -e ".[test,huggingface]"

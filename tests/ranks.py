@@ -38,6 +38,7 @@ def _worker(connection: Connection, port: int, device: str, folder: str, test_pr
         os.dup2(os.open(f"/proc/{test_process}/fd/{stream}", os.O_WRONLY | os.O_APPEND), stream)
     os.chdir(folder)  # for the failure-*.json of what tests break
     gc.freeze()  # what was imported stays
+    gc.set_threshold(20_000, 20, 20)  # as in test processes: the compiler makes many small objects
     num_modules = len(sys.modules)
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1)
@@ -83,13 +84,18 @@ def _take_part(connection: Connection, store: dist.Store, device: str) -> None:
     connection.send_bytes(pickle.dumps(result))
 
 
-def warm_context() -> multiprocessing.context.ForkServerContext:
-    """Return the context of processes that have imported what takes long, by one server."""
-    context = multiprocessing.get_context("forkserver")
+def preloaded() -> list[str]:
+    """Return the modules that the fork server imports."""
     names = ["torch", "torch._dynamo", "parallel3d.parity.check", "pytest", "ranks"]
     if not torch.backends.cuda.is_built():  # these look for CUDA, which no fork can use after that
         names += ["torch._inductor.compile_fx", "transformers.models.llama.modeling_llama", "peft", "sklearn.datasets"]
-    context.set_forkserver_preload(names)
+    return names
+
+
+def warm_context() -> multiprocessing.context.ForkServerContext:
+    """Return the context of processes that have imported what takes long, by one server."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(preloaded())
     forkserver._forkserver.ensure_running()  # before anything else starts it without these
     return context
 
