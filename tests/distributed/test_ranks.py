@@ -13,10 +13,10 @@ def leaves(folder: str) -> bool:
     """Rank 0 is through at once; the other tells whether it has left the world by then."""
     rank, destroy = dist.get_rank(), dist.destroy_process_group
 
-    def noted() -> None:
+    def noted(group: dist.ProcessGroup | None = None) -> None:
         patch.stop()
         Path(folder, str(rank)).touch()
-        destroy()
+        destroy(group)
 
     patch = mock.patch.object(dist, "destroy_process_group", noted)
     patch.start()
