@@ -23,8 +23,6 @@ class FirstShapes:
 
     - name: of the layer.
     - around: returns what to compile in place of the function, which computes the same.
-    - before: called with the arguments of each call, as a tuple and a mapping, until it returns True; in training and in
-      evaluation each.
     - others: shapes -> number of calls that ran uncompiled.
     """
 
@@ -33,24 +31,20 @@ class FirstShapes:
         function: Callable[..., Any],
         name: str,
         around: Around | None = None,
-        before: Callable[[tuple[Any, ...], Mapping[str, Any]], bool] | None = None,
         **options: Any,
     ):
         self.name, self.others = name, Counter[str]()
         self._function = function if around is None else around(function)
-        self._before, self._begun = before, set[bool]()
         self._dynamic = bool(options.get("dynamic"))
         self._compiled = torch.compile(self._function, **{**options, "dynamic": self._dynamic})
         self._first: dict[bool, Any] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the compiled function, or the function itself."""
-        learns = torch.is_grad_enabled()
-        if self._before is not None and learns not in self._begun and self._before(args, kwargs):
-            self._begun.add(learns)
         if torch._dynamo.eval_frame._stance.stance != "default":  # as while text is generated
             return self._function(*args, **kwargs)
         shapes = None if self._dynamic else _shapes_of((args, kwargs) if kwargs else args)
+        learns = torch.is_grad_enabled()
         is_first = learns not in self._first
         if shapes == self._first.setdefault(learns, shapes):
             try:

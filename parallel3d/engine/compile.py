@@ -30,7 +30,7 @@ from parallel3d.monitor.uncompiled import UncompiledWriter
 from parallel3d.pipe.blocks import BlockUnits
 from parallel3d.pipe.layer_choice import choice_rule
 from parallel3d.pipe.module import PipelineModule
-from parallel3d.zero.external import gather_what_is_read, unwatch
+from parallel3d.zero.external import unwatch
 
 
 class Compilation:
@@ -99,8 +99,7 @@ class Compilation:
             self._model.calls.leave_to_graph(module)
             options = {**options, "around": partial(recomputed_in_graph, policy=policy)}
         if type(module).compile is nn.Module.compile:
-            before = partial(gather_what_is_read, module, module._call_impl)
-            module._compiled_call_impl = FirstShapes(module._call_impl, type(module).__name__, before=before, **options)
+            module._compiled_call_impl = FirstShapes(module._call_impl, type(module).__name__, **options)
         else:
             module.compile(**options)
 

@@ -26,7 +26,6 @@ from parallel3d.zero.external import (
     WatchedParameters,
     declare_deepspeed_attributes,
     external_parameters,
-    gather_what_is_read,
     register_external_parameter,
     z3_leaf_module,
 )
@@ -134,8 +133,7 @@ class BlockUnits:
         for module in self._alone:  # a block comes before what it contains
             inside = set(module.modules()) - {module}
             if inside and module not in inner and not is_split(module):
-                before = partial(gather_what_is_read, module, module.forward)
-                vars(module)["forward"] = FirstShapes(module.forward, type(module).__name__, before=before, **options)
+                vars(module)["forward"] = FirstShapes(module.forward, type(module).__name__, **options)
                 self._watch(module.modules(), on=False)  # torch.compile takes no such class
                 number += 1
                 inner |= inside

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch import nn
 
 from parallel3d.config import ZeroConfig
 from parallel3d.errors import ConfigError, nearest
-from parallel3d.zero.fp8_weights import Fp8Weights
-from parallel3d.zero.weights import WeightState, weights_of
+from parallel3d.zero.weights import WeightState
 
 _LEAF, _EXTERNAL = "_zero3_leaf", "_zero3_external"
 
@@ -164,34 +159,6 @@ def unwatch(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module._parameters, WatchedParameters):
             vars(module)["_parameters"] = dict(module._parameters)
-
-
-def gather_what_is_read(
-    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> bool:
-    """Run a forward without effect, so that of the weights gathered in fp8 those are gathered whole that its own code reads.
-
-    To be called before the forward runs compiled, which can't notice what it reads. Returns whether nothing is left to look
-    at: False while weights that may be gathered in fp8 are not.
-    """
-    weights = filter(None, map(weights_of, module.parameters()))
-    found = {each for each in weights if isinstance(each, Fp8Weights) and not each.reads_whole}
-    if all(each.state is not WeightState.IN_FP8 for each in found):
-        return not found
-    copies: Any = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), (args, dict(kwargs)))
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    devices = {tensor.device for tensor in tree_leaves(copies) if isinstance(tensor, Tensor) and tensor.is_cuda}
-    for inner in module.modules():
-        vars(inner)["_parameters"] = WatchedParameters(inner._parameters)
-    try:
-        # Neither counted nor kept for a recomputation.
-        with torch.no_grad(), _disable_current_modes(), torch.random.fork_rng(devices=list(devices)):
-            forward(*copies[0], **copies[1])
-    finally:
-        unwatch(module)
-    for buffer, before in buffers:
-        buffer.data.copy_(before)
-    return True
 
 
 class WatchedParameters(dict[str, nn.Parameter | None]):

@@ -80,13 +80,11 @@ class Fp8Weights(ShardedWeights):
     """Sharded weights that `gather` gathers in e4m3 while they have scales; their parameters stay placeholders then.
 
     Each element is what a cast of the whole weight would give, because the scale is the whole weight's.
-
-    reads_whole: whether they are gathered in their own dtype for good, see read_whole.
     """
 
     def __init__(self, whole: Tensor, *args: Any):
         self._scales: Sequence[Tensor] = ()  # of the parameters; none while they are gathered in their own dtype
-        self._gathers_fp8 = self.reads_whole = False
+        self._gathers_fp8 = self._reads_whole = False
         super().__init__(whole, *args)
         self._values = torch.empty(whole.numel(), dtype=torch.float8_e4m3fn, device=whole.device)
         self._casts: dict[nn.Parameter, tuple[int, Tensor]] = {}
@@ -98,7 +96,7 @@ class Fp8Weights(ShardedWeights):
     def use_scales(self, scales: Tensor | None, round_into: Round) -> None:
         """Gather in fp8 from now on, with these scales of the parameters, [parameters] in fp32; with None no longer."""
         self._round, self._scales = round_into, ()
-        if scales is not None and not self.reads_whole:
+        if scales is not None and not self._reads_whole:
             self._scales = scales.unbind()
             # cuBLAS reads scales at addresses that 16 divides alone.
             self._inverses = F.pad(scales.reciprocal().unsqueeze(1), (0, 3))[:, 0].unbind()
@@ -147,7 +145,7 @@ class Fp8Weights(ShardedWeights):
         if self.partition.index == 0:
             shapes = [list(parameter.shape) for parameter in self.parameters]
             logger.info("not only fp8 linears read weights of shapes %s: they are no longer gathered in fp8", shapes)
-        self.reads_whole, self._scales = True, ()
+        self._reads_whole, self._scales = True, ()
         self.gather_whole()
         self.wait()
 

@@ -8,11 +8,12 @@ import pytest
 from fp8_runs import LINEARS, change_a_weight, compare, interrupted
 
 
-@pytest.mark.parametrize(("pipelined", "compiled"), [(False, False), (True, False), (True, True), (False, True)])
+@pytest.mark.parametrize(("pipelined", "compiled"), [(False, False), (True, False), (True, True)])
 def test_a_byte_an_element_gives_the_same_numbers(run_ranks, pipelined: bool, compiled: bool):
     """In bf16 go weights of a Borrower, one of a Reader, and those of a module that the script calls in evaluation."""
     for gathered in run_ranks(2, compare, pipelined, compiled):
-        assert {2 * LINEARS, LINEARS, LINEARS // 2} <= gathered
+        assert {LINEARS, LINEARS // 2} <= gathered
+        assert (2 * LINEARS in gathered) == (not compiled)
 
 
 @pytest.mark.parametrize("pipelined", [False, True])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -28,7 +27,6 @@ from parallel3d.models.loss import SlicedLogits
 from parallel3d.parameters import copy_of, persistent_buffers, replace_tensors, whole_shape
 from parallel3d.specs import BuildContext, LayerSpec, TiedLayerSpec
 from parallel3d.tensor_parallel.linear import ColumnParallelLinear
-from parallel3d.zero.external import gather_what_is_read
 
 
 @dataclass(frozen=True)
@@ -242,8 +240,7 @@ class Layer(WrappedPart):
 
     def compile(self, **options: Any) -> None:
         """Compile the model's own layer. What is around it knows its place: each layer would have a graph of its own."""
-        call, before = self.layer._call_impl, partial(gather_what_is_read, self.layer, self.layer._call_impl)
-        self.layer._compiled_call_impl = FirstShapes(call, type(self.layer).__name__, before=before, **options)
+        self.layer._compiled_call_impl = FirstShapes(self.layer._call_impl, type(self.layer).__name__, **options)
 
     def forward(self, x: dict[str, Any]) -> dict[str, Any]:
         """Run the layer with the arguments that the model would pass."""
