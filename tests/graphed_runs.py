@@ -39,10 +39,7 @@ def stand_in() -> AbstractContextManager[Any]:
 
 def make(*args: Any, accumulation: int = ACCUMULATION, **config: Any) -> Any:
     """An engine of layouts.make_engine."""
-    if config.get("compile", {}).get("cuda_graphs", False):
-        # Layers that other tests have compiled in this process count for its limits. A run without graphs comes after one with
-        # them, and shares its layers.
-        torch.compiler.reset()
+    torch.compiler.reset()  # layers that other tests have compiled in this process count for its limits
     torch.manual_seed(TORCH_SEED)
     with stand_in():
         return make_engine(*args, accumulation=accumulation, clipping=CLIPPING, **config)

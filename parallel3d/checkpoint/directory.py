@@ -152,9 +152,9 @@ def latest_tag(save_dir: Path) -> str | None:
         return (save_dir / LATEST).read_text().strip()
     except FileNotFoundError:
         if (save_dir / MANIFEST).is_file():
+            path = save_dir.absolute()
             raise CheckpointError(
-                f"{save_dir} is itself a checkpoint; give the directory that holds it, {save_dir.parent}, "
-                f"and tag={save_dir.name!r}"
+                f"{path} is itself a checkpoint; give the directory that holds it, {path.parent}, and tag={path.name!r}"
             ) from None
         return None
     except (OSError, UnicodeDecodeError) as error:

@@ -7,6 +7,7 @@ configuration's `offload_optimizer` to say. isinstance(engine.optimizer, FusedAd
 from __future__ import annotations
 
 import sys
+from inspect import Parameter, Signature
 from typing import Any
 
 import torch
@@ -28,14 +29,19 @@ class OptimizerName:
     """
 
     def __init__(self, name: str, kind: str, arguments: str):
-        self.__name__, self._kind, self._arguments = name, kind, arguments.split()
+        first, *others = arguments.split()
+        optional = [Parameter(other, Parameter.POSITIONAL_OR_KEYWORD, default=None) for other in others]
+        self.__signature__ = Signature([Parameter(first, Parameter.POSITIONAL_OR_KEYWORD), *optional])
+        self.__name__, self._kind = name, kind
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Return an optimizer. Raises ConfigError for arguments that it doesn't have, or that would change its rule."""
-        given = dict(zip(self._arguments[: len(args)], args, strict=True)) | kwargs
+        known = {name: kwargs.pop(name) for name in [*kwargs] if name in self.__signature__.parameters}
+        bound = self.__signature__.bind(*args, **known).arguments
+        parameters, given = bound.pop(next(iter(bound))), bound | kwargs
         if "adamw_mode" in given:
             given["adam_w_mode"] = given.pop("adamw_mode")  # the name of the configuration's key
-        return build_optimizer(self._kind, given.pop(self._arguments[0]), given)
+        return build_optimizer(self._kind, parameters, given)
 
     def __reduce__(self) -> str:
         return self.__name__  # pickled by name, as a class is

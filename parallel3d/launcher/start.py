@@ -91,6 +91,13 @@ def choose_hosts(options: argparse.Namespace) -> dict[str, list[int]]:
 def _without_hostfile(options: argparse.Namespace) -> dict[str, list[int]]:
     """Return the hosts and slots that --include or --num_nodes describe with --no_ssh, else this host's. Raises ConfigError."""
     every = list(range(count_devices() or 1))
+    if options.hostfile not in ("", HOSTFILE):
+        if options.prog == "parallel3d":
+            raise ConfigError(
+                f"there is no hostfile {options.hostfile!r} in {os.getcwd()}; correct --hostfile, or leave it out for this host"
+            )
+        # As DeepSpeed's command does.
+        logger.warning("%s: there is no hostfile %r; this host is used", options.prog, options.hostfile)
     if options.no_ssh and options.include:
         return {host: every if slots is None else slots for host, slots in parse_named(options.include).items()}
     if options.no_ssh and options.num_nodes:
@@ -99,13 +106,6 @@ def _without_hostfile(options: argparse.Namespace) -> dict[str, list[int]]:
                 "--no_ssh without a --hostfile needs --master_addr: the address of the host of --node_rank 0"
             )
         return {f"node-{index}": every for index in range(options.num_nodes)}
-    if options.hostfile not in ("", HOSTFILE):
-        if options.prog == "parallel3d":
-            raise ConfigError(
-                f"there is no hostfile {options.hostfile!r} in {os.getcwd()}; correct --hostfile, or leave it out for this host"
-            )
-        # As DeepSpeed's command does.
-        logger.warning("%s: there is no hostfile %r; this host is used", options.prog, options.hostfile)
     return {LOCAL: every}
 
 

@@ -90,6 +90,7 @@ class CudaGraphs:
                 graph.register_generator_state(state)
         self._host_state, collects = torch.get_rng_state(), gc.isenabled()
         gc.disable()  # a CUDA object that is freed now could break the capture
+        reset_before_destroy(graph)  # also one whose capture fails
         # Only this thread's calls: NCCL's watchdog queries events at any time.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
@@ -106,7 +107,6 @@ class CudaGraphs:
             raise
         else:
             graph.capture_end()
-            reset_before_destroy(graph)
         finally:
             self._generator.graphsafe_set_state(own)
             if collects:

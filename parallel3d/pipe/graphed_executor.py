@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import partial
+from operator import eq
 from typing import Any
 
 import torch
@@ -73,8 +74,9 @@ class GraphedExecutor(Executor):
     """Executor that captures a training program at its third run, and replays it from then on.
 
     A micro-batch of other shapes runs without graphs, and so does a program of another number of micro-batches until it runs
-    three times in a row. If no micro-batch has its shapes any more, or parameters are frozen, or trained again, it is captured
-    anew. Only shapes that have run before are captured: for others, layers may still have to be compiled.
+    three times in a row. If no micro-batch has the shapes that were captured at its place any more, or parameters are frozen,
+    or trained again, it is captured anew. Only shapes that have run before are captured: for others, layers may still have to
+    be compiled.
 
     prepare: called with the modules of a chunk in each step, outside of graphs: it computes from weights what stays in a step.
     """
@@ -89,7 +91,7 @@ class GraphedExecutor(Executor):
         """Drop the graphs: what they read or write is about to move, or other work is to be done."""
         self._works: dict[Instruction, _Work] = {}
         self._captured: Program | None = None
-        self._shapes: set[int] = set()  # signatures of the micro-batches that were captured
+        self._shapes: Sequence[int] = ()  # signatures of the micro-batches that were captured
         self._trained: list[tuple[nn.Parameter, bool]] = []  # whether each parameter was when it was captured
 
     def _clear(self) -> None:
@@ -114,7 +116,7 @@ class GraphedExecutor(Executor):
             self.forget()
             raise
         if self._mode is _Mode.CAPTURE:
-            self._captured, self._shapes = program, set(batch.signatures)
+            self._captured, self._shapes = program, batch.signatures
         elif batch.captures and not self._has_released:
             self._graphs.release()  # the optimizer is about to allocate its state
             self._has_released = True
@@ -126,7 +128,7 @@ class GraphedExecutor(Executor):
         if any(p.requires_grad is not trained for p, trained in self._trained):
             self.forget()
         shapes = set(batch.signatures)
-        if program is self._captured and not shapes.isdisjoint(self._shapes):
+        if program is self._captured and any(map(eq, batch.signatures, self._shapes)):
             self._warm_up = _WarmUp()
             return _Mode.REPLAY
         if not batch.captures:

@@ -326,6 +326,7 @@ def test_only_shapes_that_have_run_before_are_captured(run_ranks):
 
 def test_graphs_are_made_anew_for_other_shapes_that_stay(run_ranks):
     assert compare_lengths(run_ranks, [[4]] * 3 + [[6]] * 4) == [0, 0, 2, 0, 0, 2, 2]
+    assert compare_lengths(run_ranks, [[4, 6]] * 3 + [[6, 4]] * 4) == [0, 0, 4, 0, 0, 4, 4]
 
 
 def test_graphs_are_made_anew_where_state_has_left_the_device(run_ranks):
