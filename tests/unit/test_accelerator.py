@@ -9,7 +9,7 @@ from parallel3d.deepspeed.accelerator import get_accelerator
 
 
 def test_memory_is_that_of_the_device():
-    accelerator, size = get_accelerator(), 2**27
+    accelerator, size = get_accelerator(), 2**29  # more than other tests leave in this process for its next tensors
     before = accelerator.memory_allocated()
     held = torch.ones(size, dtype=torch.uint8, device=accelerator.device_name())
     after = accelerator.memory_allocated()
