@@ -79,23 +79,14 @@ def batches(replica: int) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-Trained = tuple[list[float], dict[str, Tensor], set[int]]
-
-
-def train(blocks: Sequence[type[Block]], pipelined: bool, device: str, **config: Any) -> Trained:
-    """Losses of steps and of evaluations after them, weights, and the bytes of each all-gather.
-
-    On the CPU, compiled layers of pipelines are not evaluated, as those of other modules are: the compiler would trace each
-    of them once more.
-    """
-    kinds = [(nn.Linear, WIDTH, WIDTH), *((block,) for block in blocks), (nn.Linear, WIDTH, WIDTH)]
+def make(kinds: Sequence[tuple[Any, ...]], pipelined: bool, **config: Any) -> tuple[Any, nn.Module]:
+    """An engine and its model, of layers given by their classes and arguments."""
     whole = {
         "train_micro_batch_size_per_gpu": SAMPLES,
         "gradient_accumulation_steps": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "bf16": {"enabled": True},
         "fp8": {"enabled": True},
-        "comms_logger": {"enabled": True},
         "pipeline": {"stages": 1},
         "steps_per_print": None,
         **config,
@@ -106,6 +97,20 @@ def train(blocks: Sequence[type[Block]], pipelined: bool, device: str, **config:
         specs = [LayerSpec(kind, *sizes) for kind, *sizes in kinds]
         model = PipelineModule(specs, loss_fn=loss_of, base_seed=0, seed_layers=True, config=whole)
     engine, *_ = parallel3d.initialize(model=model, config=whole)
+    return engine, model
+
+
+Trained = tuple[list[float], dict[str, Tensor], set[int]]
+
+
+def train(blocks: Sequence[type[Block]], pipelined: bool, device: str, **config: Any) -> Trained:
+    """Losses of steps and of evaluations after them, weights, and the bytes of each all-gather.
+
+    On the CPU, compiled layers of pipelines are not evaluated, as those of other modules are: the compiler would trace each
+    of them once more.
+    """
+    kinds = [(nn.Linear, WIDTH, WIDTH), *((block,) for block in blocks), (nn.Linear, WIDTH, WIDTH)]
+    engine, model = make(kinds, pipelined, comms_logger={"enabled": True}, **config)
     data = [(x.to(device, torch.bfloat16), y.to(device)) for x, y in batches(engine.process_groups.data.index)]
     losses = []
     LOG.seconds.clear()
@@ -153,22 +158,9 @@ class Tied(Block):
 def interrupted(stage: int, pipelined: bool, directory: str) -> list[str]:
     """Losses of steps between which a checkpoint is loaded, a step overflows, and weights are changed while they are whole."""
     kinds = [(nn.Linear, WIDTH, WIDTH), (Block,), (Frozen,), (Tied,), (nn.Linear, WIDTH, WIDTH)]
-    config = {
-        "train_micro_batch_size_per_gpu": SAMPLES,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "bf16": {"enabled": True, "check_grad_overflow": True},
-        "fp8": {"enabled": True},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "pipeline": {"stages": 1},
-        "steps_per_print": None,
-    }
-    torch.manual_seed(0)
-    model: nn.Module = Whole([kind(*sizes) for kind, *sizes in kinds])
-    if pipelined:
-        specs = [LayerSpec(kind, *sizes) for kind, *sizes in kinds]
-        model = PipelineModule(specs, loss_fn=loss_of, base_seed=0, seed_layers=True, config=config)
-    engine, *_ = parallel3d.initialize(model=model, config=config)
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    bf16 = {"enabled": True, "check_grad_overflow": True}
+    engine, model = make(kinds, pipelined, zero_optimization=zero, bf16=bf16)
     data = [(x.bfloat16(), y) for x, y in batches(engine.process_groups.data.index)]
     losses: list[float] = []
 
@@ -213,18 +205,9 @@ def change_a_weight(stage: int, change: str) -> list[list[float]]:
     """Losses of a step of two micro-batches, before or between which a weight is made 8 times as large."""
     runs = []
     for changes_before in (True, False):
-        torch.manual_seed(0)
-        model = Whole([nn.Linear(WIDTH, WIDTH), Block(), nn.Linear(WIDTH, WIDTH)])
-        config = {
-            "train_micro_batch_size_per_gpu": SAMPLES,
-            "gradient_accumulation_steps": 2,
-            "optimizer": {"type": "AdamW"},
-            "bf16": {"enabled": True},
-            "fp8": {"enabled": True},
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-            "steps_per_print": None,
-        }
-        engine, *_ = parallel3d.initialize(model=model, config=config)
+        zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+        kinds = [(nn.Linear, WIDTH, WIDTH), (Block,), (nn.Linear, WIDTH, WIDTH)]
+        engine, model = make(kinds, False, zero_optimization=zero, optimizer={"type": "AdamW"})
         weight, losses = model.blocks[0].up.weight, []
         for k, (x, labels) in enumerate(batches(0)[:2]):
             if (k == 0) == changes_before:
