@@ -11,6 +11,7 @@ import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ class Compilation:
             torch.compile(lambda x: x, **options)
         except Exception as error:
             raise ConfigError(f"compile: torch.compile does not accept {options}: {error}") from error
-        options = torch_options(options)
+        options = torch_options(options, model.groups.model.size > 1)
         self._ports = open_ports(model, self._sink)
         if self._blocks is not None:
             self.num_layers += self._blocks.compile(options)
@@ -111,8 +112,8 @@ class Compilation:
             note = self._model.groups.activity.compiled
             for register in (callback_handler.register_start_callback, callback_handler.register_end_callback):
                 register(note)
-            weakref.finalize(self, callback_handler.remove_start_callback, note)
-            weakref.finalize(self, callback_handler.remove_end_callback, note)
+            for remove in (callback_handler.remove_start_callback, callback_handler.remove_end_callback):
+                weakref.finalize(self, _call_unless_removed, remove, note)
 
     def report(self) -> None:
         """Print, on rank 0 and once, how many layers are compiled and where their graphs broke in the first step.
@@ -145,14 +146,21 @@ class Compilation:
         return reasons
 
 
-def torch_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return these options of torch.compile, for graphs whose tensors may wait in the sink."""
+def torch_options(options: Mapping[str, Any], sliced: bool = False) -> dict[str, Any]:
+    """Return these options of torch.compile, for graphs whose tensors may wait in the sink.
+
+    sliced: other tensor-parallel ranks compute the same in copies of layers, such as norms. Kernels are then not chosen by
+    times, as the ranks would choose different ones, and the copies differ in rounding. Except in modes that ask for it.
+    """
     if options["backend"] != "inductor":
         return dict(options)
     # torch.compile takes either a mode or options.
     others = {key: value for key, value in options.items() if key not in ("mode", "options")}
     of_mode = torch._inductor.list_mode_options(options.get("mode", "default"), options.get("dynamic"))
-    return {**others, "options": {**of_mode, **options.get("options", {}), **INDUCTOR_OPTIONS}}
+    given = {**of_mode, **options.get("options", {}), **INDUCTOR_OPTIONS}
+    if sliced and not given.get("max_autotune"):
+        given.setdefault("deterministic", True)
+    return {**others, "options": given}
 
 
 def _compiled_loss(loss_fn: Callable[..., Any], tensor_size: int, options: Mapping[str, Any]) -> Callable[..., Any]:
@@ -162,6 +170,11 @@ def _compiled_loss(loss_fn: Callable[..., Any], tensor_size: int, options: Mappi
     # Without the mode: with CUDA graphs, the next call would overwrite tensors saved for the backward of this one.
     result: Callable[..., Any] = compiled(**{key: options[key] for key in ("backend", "dynamic") if key in options})
     return result
+
+
+def _call_unless_removed(remove: Callable[[Any], None], callback: Any) -> None:
+    with suppress(ValueError):  # torch.compiler.reset() removes all callbacks
+        remove(callback)
 
 
 def _graph_breaks() -> Counter[str]:

@@ -108,6 +108,13 @@ def test_a_compiled_block_breaks_no_graph_and_equals_a_plain_one(options: dict[s
             torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
 
 
+def test_tensor_parallel_ranks_do_not_choose_kernels_by_times_unless_a_mode_asks_for_it():
+    chosen = {mode: torch_options({"backend": "inductor", "mode": mode}, True) for mode in ("default", "max-autotune")}
+    assert chosen["default"]["options"]["deterministic"]
+    assert "deterministic" not in chosen["max-autotune"]["options"]
+    assert "deterministic" not in torch_options({"backend": "inductor"})["options"]
+
+
 class PlainBlock(nn.Module):
     """Linears of PyTorch's."""
 
