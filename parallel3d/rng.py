@@ -49,9 +49,25 @@ def set_generator_states(states: Mapping[str, Any] | None, device: torch.device)
     random.setstate((version, tuple(words.tolist()), gauss))
 
 
-def _forked(device: torch.device) -> AbstractContextManager[None]:
+def _keep_states(device: torch.device) -> Callable[[], None]:
+    """Return a function that gives torch's generators (CPU, and `device` if it is CUDA) the states back that they have now."""
+    states = [(generator, generator.get_state()) for generator in _generators(device)]
+
+    def restore() -> None:
+        for generator, state in states:
+            generator.set_state(state)
+
+    return restore
+
+
+@contextmanager
+def _forked(device: torch.device) -> Iterator[None]:
     """Restore torch's generators (CPU, and `device` if it is CUDA) after the block."""
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+    restore = _keep_states(device)
+    try:
+        yield
+    finally:
+        restore()
 
 
 @contextmanager
@@ -79,6 +95,21 @@ def _generators(device: torch.device) -> list[torch.Generator]:
     """Return the CPU's generator, and the device's if it is CUDA."""
     on_device = [torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []
     return [torch.default_generator, *on_device]
+
+
+def same_draws() -> AbstractContextManager[None]:
+    """Return a context in which the CPU and the current GPU draw the random numbers that come next now; not so after it."""
+    on_gpu = torch.cuda.is_initialized()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    rewind = _keep_states(device)
+
+    @contextmanager
+    def rewound() -> Iterator[None]:
+        with _forked(device):
+            rewind()
+            yield
+
+    return rewound()
 
 
 class RandomStreams:
@@ -163,15 +194,9 @@ class OwnStreams:
         if self.capture is not None:
             return self.capture.begin_own(number, index)
         self.most = max(self.most, self._number)
-        seed = own_seed(index)
-        states = [(generator, generator.get_state()) for generator in _generators(device)]
-        for generator, _ in states:
+        seed, end = own_seed(index), _keep_states(device)
+        for generator in _generators(device):
             generator.manual_seed(seed)
-
-        def end() -> None:
-            for generator, state in states:
-                generator.set_state(state)
-
         return end
 
     @contextmanager

@@ -6,17 +6,19 @@ Only for eager code: a compiler knows torch's own function alone.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from parallel3d.autograd.selective import Contexts
 from parallel3d.errors import ExecutionError
 
+_KINDS = ("cpu", "cuda")  # of devices that have an autocast
+_TENSOR = object()  # in place of a tensor among the arguments
 _ADVICE = "it must compute the same from the same arguments"
 
 
@@ -43,55 +45,46 @@ class _Inputs(torch.autograd.Function):
         return anchor.detach()
 
 
-class _Settings:
-    """Autocast and the default device, as they are at its creation, and random states if they are to be restored."""
+class _Modes:
+    """Autocast and the default device, as they are at its creation."""
 
-    def __init__(self, restores_random: bool) -> None:
-        self._cuda = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        self._states = self._random_states() if restores_random else None
-        self._autocast = self._autocasts()
-        self._device = torch.get_default_device()
+    def __init__(self) -> None:
+        self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in _KINDS]
+        # A default device is a mode for functions.
+        self._device = torch.get_default_device() if torch._C._len_torch_function_stack() else torch.device("cpu")
 
-    def _random_states(self) -> list[Tensor]:
-        return [torch.get_rng_state(), *([] if self._cuda is None else [torch.cuda.get_rng_state(self._cuda)])]
-
-    def _autocasts(self) -> dict[str, tuple[bool, torch.dtype]]:
-        kinds = ["cpu", "cuda"] if self._cuda is not None else ["cpu"]
-        return {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
-
-    def _set_random(self, states: Sequence[Tensor]) -> None:
-        torch.set_rng_state(states[0])
-        for state in states[1:]:
-            torch.cuda.set_rng_state(state, self._cuda or 0)
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Restore them for the block, and after it those from before."""
-        with ExitStack() as stack:
-            if self._states is not None:
-                stack.callback(self._set_random, self._random_states())
-                self._set_random(self._states)
-            if self._autocast != self._autocasts():
-                for kind, (enabled, dtype) in self._autocast.items():
-                    stack.enter_context(torch.autocast(kind, dtype, enabled))
-            if self._device != torch.get_default_device():
-                stack.enter_context(self._device)
-            yield
+    def restore(self, stack: ExitStack) -> None:
+        """Set them again, until the stack is left."""
+        now = _Modes()
+        for own, other in zip(self._autocast, now._autocast, strict=True):
+            if own != other:
+                stack.enter_context(torch.autocast(*own))
+        if self._device != now._device:
+            stack.enter_context(self._device)
 
 
 class _Region:
     """One call of a function. Slots are held by autograd's nodes, and hold the region."""
 
     def __init__(
-        self, function: Callable[..., Any], arguments: Sequence[Any], again: AbstractContextManager[Any], restores: bool
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        again: Iterable[AbstractContextManager[Any]],
     ):
         self._function, self._again = function, again
-        self._places = [k for k, argument in enumerate(arguments) if isinstance(argument, Tensor)]
-        self._arguments = [None if isinstance(argument, Tensor) else argument for argument in arguments]
+        # Most regions have tensors alone as arguments.
+        is_flat = not kwargs and all(isinstance(argument, Tensor) for argument in args)
+        leaves: Sequence[Any]
+        self._tree: TreeSpec | None
+        leaves, self._tree = (args, None) if is_flat else tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self._leaves = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         anchor = torch.empty(0, device="cpu", requires_grad=True)
-        self._inputs: Tensor = _Inputs.apply(anchor, *(arguments[k] for k in self._places))
+        self._inputs: Tensor = _Inputs.apply(anchor, *tensors)
         self._slots: list[weakref.ref[_Slot]] = []
-        self._settings = _Settings(restores)
+        self._modes = _Modes()
 
     def pack(self, tensor: Tensor) -> _Slot:
         """Return what autograd holds in place of a tensor."""
@@ -99,30 +92,38 @@ class _Region:
         self._slots.append(weakref.ref(slot))
         return slot
 
-    def _recompute(self) -> None:
+    def recompute(self) -> None:
         """Compute the values of the slots that are still held."""
-        arguments, number = list(self._arguments), 0
         saved: Any = self._inputs.grad_fn
-        for place, tensor in zip(self._places, saved.saved_tensors, strict=True):
-            arguments[place] = tensor
+        tensors = iter(saved.saved_tensors)
+        leaves = [next(tensors) if leaf is _TENSOR else leaf for leaf in self._leaves]
+        args, kwargs = (leaves, {}) if self._tree is None else tree_unflatten(leaves, self._tree)
+        number = 0
 
         def fill(tensor: Tensor) -> None:
             nonlocal number
             slot, number = self._slots[number](), number + 1
             if slot is not None:
-                if (tensor.shape, tensor.dtype) != (slot.shape, slot.dtype):
+                if tensor.shape != slot.shape or tensor.dtype != slot.dtype:
                     first, now = (f"{list(t.shape)} of {t.dtype}" for t in (slot, tensor))
                     raise ExecutionError(
                         f"a region saved a tensor {first} in its forward, but {now} in its recomputation; {_ADVICE}"
                     )
-                slot.value = tensor.detach()
+                slot.value = tensor
             if number == len(self._slots):
                 raise _Done
 
         try:
-            with saved_tensors_hooks(fill, unpack), self._settings.restored(), self._again, torch.enable_grad():
-                self._function(*arguments)
+            with saved_tensors_hooks(fill, unpack), torch.enable_grad(), ExitStack() as stack:
+                self._modes.restore(stack)
+                for context in self._again:
+                    stack.enter_context(context)
+                self._function(*args, **kwargs)
         except _Done:
+            # Detached from the recomputation's graph; not within the contexts, where an operator may take longer.
+            for slot in [reference() for reference in self._slots]:
+                if slot is not None and slot.value is not None:
+                    slot.value = slot.value.detach()
             return
         raise ExecutionError(
             f"a region saved {len(self._slots)} tensors in its forward, but {number} in its recomputation; {_ADVICE}"
@@ -132,25 +133,29 @@ class _Region:
 def unpack(slot: _Slot) -> Tensor:
     """Return the tensor of a slot."""
     if slot.value is None:
-        slot.region._recompute()
+        slot.region.recompute()
     assert slot.value is not None
     return slot.value
 
 
 def checkpoint(
     function: Callable[..., Any],
-    arguments: Sequence[Any],
-    contexts: Contexts,
-    restores: bool = True,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    forward: Iterable[AbstractContextManager[Any]] = (),
+    again: Iterable[AbstractContextManager[Any]] = (),
 ) -> Any:
-    """Return function(*arguments), of which autograd holds the arguments alone; its backward runs the function again.
+    """Return function(*args, **kwargs), of which autograd holds the arguments alone; its backward runs the function again.
 
-    - contexts: for the forward, and for the recomputation, which ends when all tensors that were saved are there again.
-    - restores: whether random states of the CPU and of the current GPU are restored for it, beside autocast and default device.
+    Autocast and the default device are then those of the forward, and it ends when all tensors that were saved are there again.
+
+    - args, kwargs: with tensors anywhere in pytrees.
+    - forward, again: contexts for the forward and for the recomputation.
 
     Raises ExecutionError in the backward if it saves other tensors than the forward.
     """
-    forward, again = contexts
-    region = _Region(function, arguments, again, restores)
-    with saved_tensors_hooks(region.pack, unpack), forward:
-        return function(*arguments)
+    region = _Region(function, args, kwargs, again)
+    with saved_tensors_hooks(region.pack, unpack), ExitStack() as stack:
+        for context in forward:
+            stack.enter_context(context)
+        return function(*args, **kwargs)

@@ -6,28 +6,26 @@ A `Checkpointer` follows one `activation_checkpointing` section. arXiv:1604.0617
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from parallel3d.autograd.checkpoint import checkpoint
-from parallel3d.autograd.selective import Contexts, selective_contexts
+from parallel3d.autograd.selective import run_in_graph, selective_contexts
 from parallel3d.comm.clock import Clock, clock_of
 from parallel3d.comm.transfers import Copy, Transfers
 from parallel3d.config import SELECTIVE, ActivationCheckpointingConfig, RecomputationPolicy
 from parallel3d.errors import ExecutionError
-from parallel3d.rng import Capture
+from parallel3d.rng import Capture, same_draws
 
 # Marks kept before they are read: with `profile`, if `times` is never called, the host waits once per this number of regions.
 _MOST_MARKS = 4096
-_NO_CONTEXTS: Contexts = (nullcontext(), nullcontext())
 
 
 @dataclass
@@ -66,6 +64,7 @@ class Checkpointer:
     ):
         self.settings = settings or ActivationCheckpointingConfig()
         self._offload = HostOffload(transfers or Transfers()) if self.settings.cpu_checkpointing else None
+        self._watches = self.settings.profile or self.settings.synchronize_checkpoint_boundary
         self._clock, self._capture = clock, capture
         self._marks: list[tuple[bool, Any, Any]] = []
         self._times = RecomputationTimes()
@@ -87,25 +86,23 @@ class Checkpointer:
     def _run(self, policy: object, restores: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        leaves, tree = tree_flatten((args, kwargs))
-        ran = False
-        contexts = selective_contexts(policy == "cheap") if policy in SELECTIVE else None
-        again: Callable[[], AbstractContextManager[None]] = nullcontext
-        if restores and not torch.compiler.is_compiling() and (capture := self._capture()) is not None:
-            restores, again = False, capture.without_draws
-
-        def region(*leaves: Any) -> Any:
-            nonlocal ran
-            recomputing, ran = ran, True
-            positional, named = tree_unflatten(leaves, tree)
-            with self._boundary(recomputing), again() if recomputing else nullcontext():
-                return function(*positional, **named)
-
-        with self._offload.region(leaves) if self._offload is not None else nullcontext():
-            if torch.compiler.is_compiling():
-                options: dict[str, Any] = {"context_fn": contexts} if contexts is not None else {}
-                return torch.utils.checkpoint.checkpoint(region, *leaves, use_reentrant=False, **options)
-            return checkpoint(region, leaves, _NO_CONTEXTS if contexts is None else contexts(), restores)
+        if torch.compiler.is_compiling():
+            if not self._watches and self._offload is None:
+                return run_in_graph(policy, function, *args, **kwargs)
+            return torch.compiler.disable(self._run)(policy, restores, function, *args, **kwargs)
+        forward: list[AbstractContextManager[Any]] = []
+        again: list[AbstractContextManager[Any]] = []
+        if restores:
+            capture = self._capture()
+            again.append(same_draws() if capture is None else capture.without_draws())
+        if policy in SELECTIVE:
+            for contexts, own in zip((forward, again), selective_contexts(policy == "cheap")(), strict=True):
+                contexts.append(own)
+        if self._watches:
+            forward.append(self._boundary(False))
+            again.append(self._boundary(True))
+        with self._offload.region(args, kwargs) if self._offload is not None else nullcontext():
+            return checkpoint(function, args, kwargs, forward, again)
 
     @contextmanager
     def _boundary(self, recomputing: bool) -> Iterator[None]:
@@ -179,13 +176,13 @@ class HostOffload:
         self._latest: weakref.ref[_Region] | None = None
 
     @contextmanager
-    def region(self, arguments: Sequence[Any]) -> Iterator[None]:
+    def region(self, *arguments: Any) -> Iterator[None]:
         """Park the tensors that autograd saves in this context as one region's, except parameters, which stay on the device.
 
         Raises ExecutionError if the region writes into its arguments, which are being copied; autograd detects that only for
         tensors that it holds itself.
         """
-        tensors = [(t, t._version) for t in arguments if isinstance(t, Tensor)]
+        tensors = [(t, t._version) for t in tree_leaves(arguments) if isinstance(t, Tensor)]
         with torch.autograd.graph.saved_tensors_hooks(partial(self._park, _Region()), self._fetch):
             yield
         for tensor, version in tensors:

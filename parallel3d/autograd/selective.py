@@ -12,16 +12,16 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from parallel3d.config import SELECTIVE
 from parallel3d.errors import ExecutionError
 
 # Of a region's forward, and of its recomputation.
@@ -41,7 +41,7 @@ class _Kept:
 
     what: object
     results: Any
-    versions: list[int]
+    versions: Any
     saved: int
 
 
@@ -53,17 +53,17 @@ class _Region:
         self.saved = 0
 
     def keep(self, what: object, results: Any, saves: int) -> None:
-        """Keep tensors in any pytree. saves: number of tensors that autograd will save for what computed them."""
+        """Keep a tensor or a tuple with tensors. saves: number of tensors that autograd will save for what computed them."""
         # An alias with the same version counter, also below autograd.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-            aliases = tree_map_only(Tensor, Tensor.detach, results)
+            aliases = _each(Tensor.detach, results)
         self._kept.append(_Kept(what, aliases, _versions(aliases), self.saved + saves))
 
     def end(self) -> None:
         """Forget the last results if autograd has saved nothing after them: the recomputation ends there."""
         if self._kept and self._kept[-1].saved == self.saved:
             last = self._kept[-1]
-            last.results = tree_map_only(Tensor, lambda t: t.new_empty(()).expand(t.shape), last.results)
+            last.results = _each(lambda t: t.new_empty(()).expand(t.shape), last.results)
             last.versions = _versions(last.results)
 
     def take(self, what: object) -> Any:
@@ -83,8 +83,15 @@ class _Region:
         return kept.results
 
 
-def _versions(results: Any) -> list[int]:
-    return [leaf._version for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
+def _each(function: Callable[[Tensor], Any], results: Any) -> Any:
+    """Apply a function to each tensor of what an operator returns: a tensor, or a tuple in which other things may be, too."""
+    if isinstance(results, Tensor):
+        return function(results)
+    return tuple([function(result) if isinstance(result, Tensor) else result for result in results])
+
+
+def _versions(results: Any) -> Any:
+    return _each(lambda tensor: tensor._version, results)
 
 
 class _Operators(TorchDispatchMode):
@@ -121,8 +128,9 @@ class _Operators(TorchDispatchMode):
     ) -> Any:
         """Run an operator."""
         kwargs = kwargs or {}
-        keeps = not self._is_inside and _is_kept(operator, self._keeps_attention, args, kwargs)
-        return self.run(operator, lambda: operator(*args, **kwargs)) if keeps else operator(*args, **kwargs)
+        if self._is_inside or not _is_kept(operator, self._keeps_attention, args, kwargs):
+            return operator(*args, **kwargs)
+        return self.run(operator, lambda: operator(*args, **kwargs))
 
     def run(self, what: object, compute: Callable[[], Any], saves: int = 0) -> Any:
         """Return compute(), which is kept as a whole, or what it returned in the region's forward. saves: see _Region.keep."""
@@ -173,11 +181,12 @@ def recomputed_in_graph(function: Callable[..., Any], policy: str) -> Callable[.
     """
     # A graph has no in-place operators left, of which torch warns at each first compilation.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-    return partial(_run_in_graph, policy, function)
+    return partial(run_in_graph, policy, function)
 
 
-def _run_in_graph(policy: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    options: dict[str, Any] = {} if policy == "full" else {"context_fn": selective_contexts(policy == "cheap")}
+def run_in_graph(policy: object, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run function(*args, **kwargs) by torch's function, which compilers know; recompute all, unless by one of SELECTIVE."""
+    options: dict[str, Any] = {"context_fn": selective_contexts(policy == "cheap")} if policy in SELECTIVE else {}
     return checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
 
 
@@ -187,7 +196,7 @@ def _choice_in_graph(
     if not isinstance(operator, OpOverload) or _is_kept(operator, keeps_attention, args, kwargs):
         return CheckpointPolicy.MUST_SAVE
     name, foreign = operator.overloadpacket.__name__, operator.namespace not in ("aten", "prims")
-    if _attends(name) and not _drops(operator, args, kwargs):
+    if _kind(operator) == "attention" and not _drops(operator, args, kwargs):
         return CheckpointPolicy.MUST_RECOMPUTE  # the compiler by itself recomputes none
     # Random masks; products and communication of this package, each in an operator.
     is_kept = torch.Tag.nondeterministic_seeded in operator.tags or (foreign and name not in _ELEMENT_WISE)
@@ -195,12 +204,16 @@ def _choice_in_graph(
 
 
 def _is_kept(operator: OpOverload, keeps_attention: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    kind = _kind(operator)
+    return kind == "product" or (kind == "attention" and keeps_attention and not _drops(operator, args, kwargs))
+
+
+@cache
+def _kind(operator: OpOverload) -> Literal["product", "attention", ""]:
     name = operator.overloadpacket.__name__
-    return name in _PRODUCTS or (keeps_attention and _attends(name) and not _drops(operator, args, kwargs))
-
-
-def _attends(name: str) -> bool:
-    return "attention" in name or "attn" in name
+    if name in _PRODUCTS:
+        return "product"
+    return "attention" if "attention" in name or "attn" in name else ""
 
 
 def _drops(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -258,6 +258,26 @@ def test_profile_tells_forwards_from_recomputations():
     assert run.times() == RecomputationTimes()
 
 
+@pytest.mark.parametrize("settings", [{}, {"policy": "cheap"}, {"profile": True}, {"cpu_checkpointing": True}], ids=str)
+def test_compiled_code_recomputes_in_its_graph_unless_settings_need_the_host(settings: dict[str, Any]):
+    linear, copies = nn.Linear(HIDDEN, HIDDEN), HostCopies()
+    run = Checkpointer(ActivationCheckpointingConfig(**settings), transfers=copies)
+    needs_host = "policy" not in settings and bool(settings)
+
+    def region(state: dict[str, Any], power: int) -> dict[str, Any]:
+        return {"x": torch.tanh(linear(state["x"])) ** power, "rest": state["rest"]}
+
+    def model(wrap: Callable[..., Any], x: Tensor) -> Tensor:
+        return wrap(region, wrap(region, {"x": x, "rest": [1, None]}, 2), power=3)["x"].sum()
+
+    x = torch.randn(2, HIDDEN)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=not needs_host)
+    got, wanted = (torch.autograd.grad(f(wrap, x), linear.weight)[0] for f, wrap in ((compiled, run), (model, plain)))
+    assert torch.equal(got, wanted)
+    assert run.times().num_recomputations == 2 * ("profile" in settings)
+    assert ("back" in dict(copies.log)) == ("cpu_checkpointing" in settings)
+
+
 def test_configure_reads_the_section_and_arguments_override_it():
     checkpointing.configure(
         None, {"activation_checkpointing": {"profile": True, "cpu_checkpointing": True}}, profile=False
