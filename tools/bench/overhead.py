@@ -7,8 +7,12 @@ message and delivers every receipt at once. Its layers are linears of 8 features
 measured by calling them alone in the same order, and subtracted. Times are the CPU time of the thread, so that what else
 the machine does counts less. Not in it: what gloo or NCCL take to post a message.
 
-Last, the host time of a gather of a unit of ZeRO-3, the wait for it and its release: a block of 9 parameters, on the GPU if
+Then the host time of a gather of a unit of ZeRO-3, the wait for it and its release: a block of 9 parameters, on the GPU if
 there is one. Its group has one rank, so that a copy stands in for the collective.
+
+Last, what decoder blocks of 16 features take forward and backward beside plain ones: with recomputation, by the block and
+without the repeated forward itself; with tensor and with sequence parallelism of two ranks, of which the other is a fake, by
+the collective and with torch's own call.
 """
 
 from __future__ import annotations
@@ -24,13 +28,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from parallel3d.activity import Activity
+from parallel3d.autograd.recomputation import Checkpointer
 from parallel3d.autograd.split_backward import make_splittable
 from parallel3d.comm.collectives import Group
 from parallel3d.comm.structures import describe
 from parallel3d.comm.transport import Incoming
+from parallel3d.config import RecomputationPolicy
+from parallel3d.models.blocks import Block
+from parallel3d.models.config import DecoderConfig
+from parallel3d.models.layers import Stream, open_stream
+from parallel3d.models.tables import Tables
 from parallel3d.optim.precision import Precision
 from parallel3d.parameters import ParameterInfo
 from parallel3d.pipe.executor import Batch, Executor, no_record
@@ -38,11 +50,13 @@ from parallel3d.pipe.messages import Messages
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.instructions import Op, Program
 from parallel3d.schedule.lowering import add_gradient_reduction, lower
+from parallel3d.specs import BuildContext
 from parallel3d.zero.policy import ZeroPolicy
 from parallel3d.zero.reducer import GradientReducer
 from parallel3d.zero.weights import ShardedWeights, Units
 
 FEATURES = 8
+BLOCKS, TOKENS = 8, 4
 # (schedule, stages, chunks a stage, rank): ends and middles of pipelines, whole and split backwards.
 SETTINGS = (("1f1b", 4, 1, 1), ("interleaved", 4, 2, 0), ("interleaved", 4, 2, 3), ("zb-h1", 4, 1, 2))
 
@@ -198,7 +212,54 @@ def measure_gather(steps: int) -> float:
     return round(median(_microseconds(gather) for _ in range(steps)), 2)
 
 
-def _microseconds(function: Callable[[], None]) -> float:
+class Blocks:
+    """Decoder blocks that run one after the other. run: calls a block, of (block, its input)."""
+
+    def __init__(
+        self,
+        run: Callable[..., Any] = lambda block, x: block(x),
+        group: Group | None = None,
+        shards_sequence: bool = False,
+    ):
+        groups: Any = SimpleNamespace(model=group or Group((0,), None))
+        context = BuildContext(groups, torch.device("cpu"), shards_sequence)
+        config = DecoderConfig(vocab_size=16, hidden_size=16, ffn_size=16, num_layers=1, num_heads=2)
+        self._blocks = [Block(config, 0, Tables(config), context=context) for _ in range(BLOCKS)]
+        self._x = torch.ones(1, TOKENS // groups.model.size if shards_sequence else TOKENS, 16, requires_grad=True)
+        self._length, self._run = TOKENS if shards_sequence else None, run
+
+    def forward(self) -> Tensor:
+        """Run all blocks."""
+        x: Any = Stream(self._x, length=self._length) if self._length else self._x
+        for block in self._blocks:
+            x = self._run(block, x)
+        return open_stream(x).hidden
+
+    def train(self) -> None:
+        """Run all blocks forward and backward."""
+        self.forward().sum().backward()
+
+
+def measure_blocks(steps: int) -> dict[str, float]:
+    """Return microseconds of host time: of recomputing a block by each policy, and of a collective of each parallelism.
+
+    A block takes four all-reduces, or ten collectives over shards of the sequence.
+    """
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    pair, plain = Group((0, 1), dist.group.WORLD), Blocks()
+    policies: Sequence[RecomputationPolicy] = ("full", "cheap", "attention")
+    cases = {f"recomputed_{p}_us": (Blocks(Checkpointer().under(p, restores=False)), 1) for p in policies}
+    cases |= {"all_reduce_us": (Blocks(group=pair), 4), "sequence_us": (Blocks(group=pair, shards_sequence=True), 10)}
+    own: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(steps):
+        forward, whole = _microseconds(plain.forward), _microseconds(plain.train)
+        for name, (blocks, number) in cases.items():
+            beside = whole + forward * name.startswith("recomputed")
+            own[name].append((_microseconds(blocks.train) - beside) / BLOCKS / number)
+    return {name: round(median(values), 1) for name, values in own.items()}
+
+
+def _microseconds(function: Callable[[], object]) -> float:
     start = time.thread_time_ns()
     function()
     return (time.thread_time_ns() - start) / 1e3
@@ -214,6 +275,7 @@ def main() -> None:
     for setting in SETTINGS:
         print(json.dumps(asdict(measure(setting, args.micro_batches, args.steps))), flush=True)
     print(json.dumps({"gather_us": measure_gather(args.steps)}), flush=True)
+    print(json.dumps(measure_blocks(args.steps)), flush=True)
 
 
 if __name__ == "__main__":
