@@ -63,13 +63,12 @@ class LiveLimits:
 
 
 def live_choices(ranks: Sequence[Mapping[int, int]]) -> list[int]:
-    """Return limits of live elements to choose from, ascending: room for the 2, 4, 8, ... largest units, and for all.
+    """Return limits of live elements to choose from, ascending: room for the 2, 3, 4, ... largest units.
 
     ranks: unit -> elements, of each rank of a pipeline.
     """
     largest = [sorted(own.values(), reverse=True) for own in ranks]
-    most = max(map(len, largest))
-    counts = [2**k for k in range(1, most.bit_length())] + [max(2, most)]
+    counts = range(2, max(2, *map(len, largest)) + 1)
     return sorted({max(1, *(sum(own[:n]) for own in largest)) for n in counts})
 
 
@@ -167,7 +166,8 @@ def _residencies(
     uses: Sequence[Use], sizes: Mapping[int, int], limits: LiveLimits, freed: Sequence[int]
 ) -> Iterator[_Residency]:
     """Yield the times in which units are gathered, by Belady's rule in the room that gathering ahead leaves."""
-    room = limits.live - limits.ahead
+    everything = sum(sizes[u] for u in set(chain(*uses)))
+    room = limits.live if everything <= limits.live else limits.live - limits.ahead
     passed = list(accumulate((sum(sizes[u] for u in use) for use in uses), initial=0))
     following: list[dict[int, int]] = [{} for _ in uses]  # of each use: unit -> its next use
     later: dict[int, int] = {}

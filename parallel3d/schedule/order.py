@@ -35,6 +35,7 @@ class WaitGraph:
 
     nodes: instructions by number. A transfer is one node for both ends, its SEND; a collective is one node for all ranks.
     numbers: instruction -> its number; lists: the program's lists as numbers; waits: number -> the numbers that it waits for.
+    beside: number -> the last gather of a unit before it on its rank, which comes earlier in the order, but may still run.
     """
 
     def __init__(self, program: Program) -> None:
@@ -49,6 +50,7 @@ class WaitGraph:
             self.numbers[i] = number
         self.lists = [[self.numbers[i] for i in instructions] for instructions in program.instructions]
         self.waits: list[list[int]] = [[] for _ in self.nodes]
+        self.beside: dict[int, int] = {}
         kinds = {i[:2] for i in self.numbers}
         for rank in range(len(self.lists)):
             self._add_waits(program, rank, kinds)
@@ -90,6 +92,9 @@ class WaitGraph:
         for number, before in enumerate(self.waits):
             for w in before:
                 waiting[w].append(number)
+        for number, gather in self.beside.items():
+            waiting[gather].append(number)
+            missing[number] += 1
         order = [number for number, count in enumerate(missing) if count == 0]
         for number in order:
             for later in waiting[number]:

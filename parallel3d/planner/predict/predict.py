@@ -124,7 +124,6 @@ class Predictor:
         - bounds: the chunks' layers, if they are split already.
         - compute: the schedule, if it isn't a named one.
         """
-        found: list[StepPrediction] = []
         if layout.is_by_layer:
             split = self.split(layout.model_copy(update={"policy": "cheap"}), places, bounds)
             layout = self._choose(split, places, compute)
@@ -132,12 +131,13 @@ class Predictor:
                 layout, split = self._choose(even, places, compute), even
             bounds = split.bounds
         split = self.split(layout, places, bounds)
-        for limits in self._limits(split):
-            step = self._step(split, compute, limits)
-            if step.fits or not found:
-                found.append(step)
-            if not step.fits:  # with more room even less
-                break
+        limits, found = self._limits(split), list[StepPrediction]()
+        # With more room for weights less fits: the most that does is found by bisection, from below.
+        fits, over, k = -1, len(limits), 0
+        while over - fits > 1:
+            found.append(self._step(split, compute, limits[k]))
+            fits, over = (k, over) if found[-1].fits else (fits, k)
+            k = min(2 * k + 1, over - 1) if over == len(limits) else (fits + over) // 2
         return min(found, key=lambda step: step.rank)
 
     def _limits(self, split: SplitLayout) -> Sequence[LiveLimits | None]:
@@ -167,7 +167,8 @@ class Predictor:
         sharded, freed = None, list[list[int]]()
         if split.sharded is not None and limits is not None:
             freed = self._freed(split, replay)
-            sharded = split.sharded.lifetimes(limits), split.sharded.in_elements(freed)
+            overlap = split.sharded.overlap(split.links)
+            sharded = split.sharded.lifetimes(limits), split.sharded.in_elements(freed), overlap
         given = layout, split.buckets, split.policy, micro_batches
         simulation = self.programs.make(*given, compute=compute, sharded=sharded)
         gathered: Iterable[int] = [0] * layout.stages

@@ -21,6 +21,7 @@ from parallel3d.zero.policy import ZeroPolicy
 _ROUGH_BUCKETS = 4  # of a chunk, in a rough prediction
 # Programs of more chunks x micro-batches are timed by their beginning and end: in between they repeat.
 _MOST_STEPS = 2048
+_GATHERED = 8  # a chunk whose weights are gathered counts as this many
 _ROUNDS = 2  # how often the pipeline is filled by the micro-batches of a long program that are simulated
 _LONG = 16  # stages
 
@@ -90,11 +91,12 @@ class Programs:
         num_micro_batches: int,
         roughly: bool = False,
         compute: Program | None = None,
-        sharded: tuple[Lifetimes, Sequence[Sequence[int]]] | None = None,
+        sharded: tuple[Lifetimes, Sequence[Sequence[int]], float] | None = None,
     ) -> Simulation:
         """Return the simulation of what the executor runs.
 
-        compute: the schedule, if it isn't a named one; sharded: lifetimes of weights, and what is freed (see Lifetimes.add_to).
+        compute: the schedule, if it isn't a named one; sharded: lifetimes of weights, what is freed (see Lifetimes.add_to),
+        and how much slower computes are beside gathers (see Simulation).
         """
         owners, partitioned = tuple(owners for owners, _ in buckets.replicas), policy.stage > 0 and layout.replicas > 1
         added = tuple(map(len, buckets.of_chunk)), owners, partitioned, policy.reduce_per_micro_batch
@@ -104,8 +106,8 @@ class Programs:
         program = self._whole(schedule, added) if compute is None else add_collectives(lower(compute), *added)
         if sharded is None:
             return Simulation(program)
-        lifetimes, freed = sharded
-        return Simulation(lifetimes.add_to(program, freed), lifetimes.uses)
+        lifetimes, freed, overlap = sharded
+        return Simulation(lifetimes.add_to(program, freed), lifetimes.uses, overlap)
 
     def replay(self, layout: Layout, num_micro_batches: int, roughly: bool = False) -> MemoryReplay:
         """Return the replay of a program without collectives, which hold nothing. roughly: see _Schedule."""
@@ -124,7 +126,8 @@ def timed_micro_batches(layout: Layout, roughly: bool = False) -> int:
     All are for gpipe, which holds all of them, and for programs that aren't long, unless roughly.
     """
     stages, wanted = layout.stages, layout.micro_batches
-    if layout.schedule == "gpipe" or (not roughly and wanted * stages * layout.chunks <= _MOST_STEPS):
+    steps = wanted * stages * layout.chunks * (_GATHERED if layout.zero == 3 else 1)
+    if layout.schedule == "gpipe" or (not roughly and steps <= _MOST_STEPS):
         return wanted
     rounds = _ROUNDS + (not roughly and stages < _LONG)
     return min(wanted, rounds * stages + wanted % stages)

@@ -47,14 +47,23 @@ class ShardedWeights:
         A shard in host memory is copied to the device first; a shard on disk is read before, while others are copied.
         """
         return {
-            (Op.GATHER_PARAMS, chunk, unit): max(
-                size.host / (ONE_WAY * links.slowest("host_bandwidth", stage)),
-                size.disk / links.slowest("disk_bandwidth", stage),
-            )
-            + links.over_replicas("all_gather", size.nbytes, stage)
+            (Op.GATHER_PARAMS, chunk, unit): sum(_gather(size, links, stage))
             for chunk, stage in enumerate(placement)
             for unit, size in self.sizes[stage].items()
         }
+
+    def overlap(self, links: LayoutLinks) -> float:
+        """Return the factor by which compute is slower beside gathers: by their collectives alone, not by copies of shards."""
+        every = (_gather(size, links, stage) for stage, own in enumerate(self.sizes) for size in own.values())
+        copied, gathered = map(sum, zip((0.0, 0.0), *every, strict=True))
+        return 1.0 + (links.overlap - 1.0) * gathered / (copied + gathered) if gathered else 1.0
+
+
+def _gather(size: UnitSize, links: LayoutLinks, stage: int) -> tuple[float, float]:
+    """Return the seconds in which a unit's shard is copied to the device, and in which shards are gathered."""
+    copied = size.host / (ONE_WAY * links.slowest("host_bandwidth", stage))
+    read = size.disk / links.slowest("disk_bandwidth", stage)
+    return max(copied, read), links.over_replicas("all_gather", size.nbytes, stage)
 
 
 def sharded_weights(

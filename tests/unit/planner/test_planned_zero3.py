@@ -58,7 +58,8 @@ def test_zero3_is_offered_where_it_alone_fits_and_is_the_shortest_of_all(
     found = BranchAndBound(planner.predictor, of_blocks(planner)).run()
     fitting = [step for step in every(planner) if step.fits]
     assert {step.layout.zero for step in fitting} == {3}
-    assert found[0].seconds == pytest.approx(min(step.seconds for step in fitting), rel=1e-9)
+    # Policies by layer count as 0.2% longer than they are.
+    assert found[0].rank[1] == pytest.approx(min(step.rank[1] for step in fitting), rel=1e-9)
     assert found[0].layout.schedule == schedule
     result = planner.answer()
     winner, given = result.best[0], load(result.config)

@@ -10,25 +10,29 @@ from hypothesis import strategies as st
 from test_schedule_lifetimes import cases, layers
 
 from parallel3d.planner.report.timeline import columns
+from parallel3d.schedule.boundaries import Boundaries
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.draw import chrome_trace, svg, text_grid
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, Program, depends_on
 from parallel3d.schedule.lifetimes import ChunkUses, Lifetimes, LiveLimits, lifetimes_before
 from parallel3d.schedule.lowering import add_collectives, lower
 from parallel3d.schedule.order import WaitGraph, validate
-from parallel3d.schedule.timing import Boundaries, Cost, Simulation, simulate, unit_cost
+from parallel3d.schedule.timing import Cost, Simulation, simulate, unit_cost
 
 Times = dict[Instruction, tuple[float, float]]
 
 
 class Rank:
-    """A rank that runs its list tick by tick; transfers take no time."""
+    """A rank that runs its list tick by tick; transfers take no time. overlap: ticks of a tick's work beside a gather."""
 
-    def __init__(self, instructions: tuple[Instruction, ...], uses: list[ChunkUses], run: dict, gather: dict):
+    def __init__(
+        self, instructions: tuple[Instruction, ...], uses: list[ChunkUses], run: dict, gather: dict, overlap: int
+    ):
         self.computes = deque(
             (i, lifetimes_before(instructions, k)) for k, i in enumerate(instructions) if i.op in COMPUTE_OPS
         )
         self.uses, self.run_ticks, self.gather_ticks = uses, run, gather
+        self.overlap, self.shared_ticks = overlap, 0
         self.items: deque[Instruction] = deque()
         self.queue: deque[Instruction] = deque()
         self.gathering: tuple[Instruction, int] | None = None
@@ -91,14 +95,21 @@ class Rank:
         return [d for d in depends_on(i) if d in self.exist]
 
     def tick(self) -> None:
+        if self.left is not None and self.gathering is not None:
+            self.shared_ticks += 1
+            if self.shared_ticks < self.overlap:
+                return
+        self.shared_ticks = 0
         if self.left is not None:
             self.left -= 1
         if self.gathering is not None:
             self.gathering = self.gathering[0], self.gathering[1] - 1
 
 
-def step_by_step(program: Program, uses: list[ChunkUses], run: dict[Op, int], gather: dict[int, int]) -> list[Times]:
-    ranks = [Rank(instructions, uses, run, gather) for instructions in program.instructions]
+def step_by_step(
+    program: Program, uses: list[ChunkUses], run: dict[Op, int], gather: dict[int, int], overlap: int
+) -> list[Times]:
+    ranks = [Rank(instructions, uses, run, gather, overlap) for instructions in program.instructions]
     every = {i for instructions in program.instructions for i in instructions if i.op in COMPUTE_OPS}
     done: Times = {}
     now = 0
@@ -124,14 +135,17 @@ def cost_of(uses: list[ChunkUses], run: dict[Op, int], gather: dict[int, int]) -
 
 
 @given(
-    cases(), st.lists(st.integers(1, 4), min_size=4, max_size=4), st.lists(st.integers(0, 9), min_size=6, max_size=6)
+    cases(),
+    st.lists(st.integers(1, 4), min_size=4, max_size=4),
+    st.lists(st.integers(0, 9), min_size=6, max_size=6),
+    st.integers(1, 3),
 )
-def test_times_equal_a_simulation_step_by_step(case, run_ticks: list[int], gather_ticks: list[int]):
+def test_times_equal_a_simulation_step_by_step(case, run_ticks: list[int], gather_ticks: list[int], overlap: int):
     program, uses, sizes, limits, freed = case
     with_lifetimes = Lifetimes(uses, sizes, limits).add_to(program, freed)
     run, gather = dict(zip(COMPUTE_OPS, run_ticks, strict=True)), dict(enumerate(gather_ticks))
-    expected = step_by_step(with_lifetimes, uses, run, gather)
-    timeline = simulate(with_lifetimes, cost_of(uses, run, gather), uses)
+    expected = step_by_step(with_lifetimes, uses, run, gather, overlap)
+    timeline = Simulation(with_lifetimes, uses, overlap).run(cost_of(uses, run, gather))
     found: list[Times] = [{} for _ in expected]
     for span in timeline.spans:
         if span.instruction in expected[span.rank]:
