@@ -142,8 +142,9 @@ class SplitLayout(Chunks):
 
         return of_stages(np.array(list(map(seconds, self.reductions, self.placement))), self.placement)
 
+    @cached_property
     def optimizer_seconds(self) -> float:
-        """Return the seconds of the optimizer's step on the slowest stage.
+        """The seconds of the optimizer's step on the slowest stage.
 
         Offloaded state is copied in both directions at once, while other state is updated.
         """

@@ -131,14 +131,20 @@ class Predictor:
                 layout, split = self._choose(even, places, compute), even
             bounds = split.bounds
         split = self.split(layout, places, bounds)
-        limits, found = self._limits(split), list[StepPrediction]()
-        # With more room for weights less fits: the most that does is found by bisection, from below.
-        fits, over, k = -1, len(limits), 0
+        limits = self._limits(split)
+        best = self._step(split, compute, limits[0])
+        # With more room for weights less fits: the most that does is found by bisection, from below, while it helps.
+        fits, over = 0, len(limits) if best.fits else 1
         while over - fits > 1:
-            found.append(self._step(split, compute, limits[k]))
-            fits, over = (k, over) if found[-1].fits else (fits, k)
-            k = min(2 * k + 1, over - 1) if over == len(limits) else (fits + over) // 2
-        return min(found, key=lambda step: step.rank)
+            k = min(2 * fits + 1, over - 1) if over == len(limits) else (fits + over) // 2
+            step = self._step(split, compute, limits[k])
+            if not step.fits:
+                over = k
+            elif step.seconds < best.seconds:
+                best, fits = step, k
+            else:
+                break
+        return best
 
     def _limits(self, split: SplitLayout) -> Sequence[LiveLimits | None]:
         """Return the limits of sharded weights that may be gathered, the least room first; None if all weights are whole."""
@@ -181,7 +187,7 @@ class Predictor:
         """Predict a split layout. limits: see _limits."""
         simulation, memory = self._fill(split, compute, limits)
         cost, makespan = self._timed(split, simulation)
-        optimizer = self.calibration.factors["optimizer"].value * split.optimizer_seconds()
+        optimizer = self.calibration.factors["optimizer"].value * split.optimizer_seconds
         seconds = makespan + optimizer + self.calibration.fixed.value
         return StepPrediction(split, simulation, cost, makespan, optimizer, seconds, memory, limits)
 

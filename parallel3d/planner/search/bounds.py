@@ -219,7 +219,7 @@ class NearBounds:
         computing = predictor.cooled(float((loads + waits).max()), float(loads.mean()))
         host = layout.micro_batches * of_stages(split.times.host.sum(axis=0), split.placement)
         longest = max(computing, float(split.reduction_seconds().max()), float(host.max()))
-        return longest + predictor.calibration.factors["optimizer"].value * split.optimizer_seconds()
+        return longest + predictor.calibration.factors["optimizer"].value * split.optimizer_seconds
 
     def memory(self, layout: Layout) -> Iterator[StageMemory]:
         """Yield about the memory of the stages that may be the fullest, scaled from that of a single sample.
