@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -28,7 +29,6 @@ from parallel3d.planner.predict.sharded import sharded_weights
 from parallel3d.planner.search.result import StageMemory
 from parallel3d.schedule.builders import placement_of
 from parallel3d.schedule.instructions import SEND_OPS, Program
-from parallel3d.schedule.lifetimes import peak_live
 from parallel3d.zero.policy import live_limits
 
 # So much larger than its weights' gradients are a layer's activations, that neither hides an error in the other.
@@ -167,20 +167,18 @@ def predict(
     units = layer_units(profile.specs, profiles)
     frozen: list[list[Any]] = [[]] * layout.stages
     sharded = sharded_weights(split, [policy] * layout.stages, profiles, units, parameters, frozen)
-    lifetimes = (
-        None if sharded is None else sharded.lifetimes(live_limits(config.zero_optimization, sharded.elements)[0])
-    )
-    added = None if lifetimes is None else (lifetimes, ())
-    program = Programs().make(layout, buckets, policy, layout.micro_batches, sharded=added).program
+    given = layout, buckets, policy, layout.micro_batches
+    if sharded is None:
+        program, gathered = Programs().make(*given).program, [0] * layout.stages
+    else:
+        limits = live_limits(config.zero_optimization, sharded.elements)[0]
+        program = Programs().make(*given, simulate=partial(sharded.simulation, limits, (), 1.0)).program
+        gathered = sharded.gathered(program, ())
     replay = MemoryReplay(program)
     between, stage_numbers = [], range(layout.stages)
     for stage in stage_numbers:
         chunks = memory.chunks(replay, split, stage).items()
         held = {c: ChunkMemory(chunk.held, chunk.kept_input, dict) for c, chunk in chunks}
         between.append(replay.peak(stage, held).held)
-    gathered = [0] * layout.stages
-    if sharded is not None:
-        sizes = [{unit: size.nbytes for unit, size in own.items()} for own in sharded.sizes]
-        gathered = list(map(peak_live, program.instructions, sizes))
     stages = tuple(memory.stage(replay, split, k, Room(2**40, 2**40), 1, live) for k, live in enumerate(gathered))
     return stages, between, program, [replay.runs(k, memory.chunks(replay, split, k)) for k in stage_numbers]

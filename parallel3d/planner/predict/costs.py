@@ -164,8 +164,9 @@ class SplitLayout(Chunks):
 
         return max(starmap(seconds, unlike.values()))
 
+    @cached_property
     def cost(self) -> StepCost:
-        """Return the seconds of each instruction."""
+        """The seconds of each instruction."""
         links, kind, wire, weight = self.links, self._reduce_kind, wire_bytes(self.policy), self._weight_bytes
         forward = self.times.compute[0].tolist()
         seconds: dict[tuple[Op, int, int | None], float] = {}

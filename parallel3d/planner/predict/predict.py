@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import chain
 from typing import Literal, TypeVar
 
@@ -38,7 +38,7 @@ from parallel3d.planner.search.model import PlannedModel
 from parallel3d.planner.search.result import StageMemory
 from parallel3d.schedule.builders import WHOLE_BACKWARDS, placement_of
 from parallel3d.schedule.instructions import Program
-from parallel3d.schedule.lifetimes import LiveLimits, peak_live
+from parallel3d.schedule.lifetimes import LiveLimits
 from parallel3d.schedule.lowering import lower
 from parallel3d.schedule.timing import Simulation
 from parallel3d.zero.policy import live_limits
@@ -79,7 +79,7 @@ class Predictor:
             blocks = [k for k, name in enumerate(profile.names) for _ in range(1 + (name == "Block"))]
             self._factors = {None: factors, "half": factors[:, blocks]}
         self.programs: Programs = Programs() if like is None else like.programs
-        self._links: dict[tuple[object, ...], LayoutLinks] = {}
+        self._links = cache(lambda shape, places: LayoutLinks(network, shape, places))
         self._stage_times: dict[tuple[object, ...], list[Times]] = {}
         self._splits: dict[tuple[object, ...], tuple[tuple[int, ...], Times]] = {}
         # The bounds of chunks in layers with the smallest slowest chunk.
@@ -170,17 +170,13 @@ class Predictor:
         """Return the program of a split layout, and the memory of each stage. limits: see _limits."""
         layout, micro_batches = split.layout, timed_micro_batches(split.layout)
         replay = self.programs.replay(layout, micro_batches) if compute is None else MemoryReplay(lower(compute))
-        sharded, freed = None, list[list[int]]()
-        if split.sharded is not None and limits is not None:
-            freed = self._freed(split, replay)
-            overlap = split.sharded.overlap(split.links)
-            sharded = split.sharded.lifetimes(limits), split.sharded.in_elements(freed), overlap
-        given = layout, split.buckets, split.policy, micro_batches
-        simulation = self.programs.make(*given, compute=compute, sharded=sharded)
-        gathered: Iterable[int] = [0] * layout.stages
-        if split.sharded is not None:
-            sizes = [{unit: size.nbytes for unit, size in own.items()} for own in split.sharded.sizes]
-            gathered = map(peak_live, simulation.program.instructions, sizes, freed or [[]] * layout.stages)
+        given = layout, split.buckets, split.policy, micro_batches, compute
+        if split.sharded is None or limits is None:
+            simulation, gathered = self.programs.make(*given), [0] * layout.stages
+        else:
+            freed, overlap = self._freed(split, replay), split.sharded.overlap(split.links)
+            simulation = self.programs.make(*given, partial(split.sharded.simulation, limits, freed, overlap))
+            gathered = split.sharded.gathered(simulation.program, freed)
         return simulation, self._memory_of(split, replay, simulation.program.num_micro_batches, gathered)
 
     def _step(self, split: SplitLayout, compute: Program | None, limits: LiveLimits | None) -> StepPrediction:
@@ -197,7 +193,7 @@ class Predictor:
 
     def _timed(self, split: SplitLayout, simulation: Simulation) -> tuple[StepCost, float]:
         """Return the costs at the clock of a device with the step's share of idle time, and the pipeline's seconds."""
-        cost, layout = split.cost(), split.layout
+        cost, layout = split.cost, split.layout
         seconds = cost.makespan(simulation, layout.micro_batches)
         if self.calibration.idle.value > 0:
             computing = float(cost.times.total.sum()) * layout.micro_batches / layout.stages
@@ -229,11 +225,7 @@ class Predictor:
 
     def links(self, layout: Layout, places: Sequence[int] | None = None) -> LayoutLinks:
         """Return the links of the layout's ranks. places: see predict."""
-        key = (layout.shape, None if places is None else tuple(places))
-        if key not in self._links:
-            placed = range(layout.world_size) if places is None else places
-            self._links[key] = LayoutLinks(self.network, layout.shape, placed)
-        return self._links[key]
+        return self._links(layout.shape, tuple(range(layout.world_size) if places is None else places))
 
     def chunks(
         self, layout: Layout, links: LayoutLinks, bounds: Sequence[int] | None = None, roughly: bool = False

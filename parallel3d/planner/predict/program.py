@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -11,7 +11,6 @@ from parallel3d.parameters import ParameterInfo
 from parallel3d.planner.predict.chunk_memory import MemoryReplay
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.instructions import Program
-from parallel3d.schedule.lifetimes import Lifetimes
 from parallel3d.schedule.lowering import add_collectives, lower
 from parallel3d.schedule.timing import Simulation
 from parallel3d.schedule.zero_bubble import looped_zero_bubble
@@ -81,6 +80,7 @@ class Programs:
         lowered = cache(lambda schedule: lower(_compute(*schedule)))
         self._whole = cache(lambda schedule, added: add_collectives(lowered(schedule), *added))
         self._simulation = cache(lambda schedule, added: Simulation(self._whole(schedule, added)))
+        self._alone = cache(lambda schedule: Simulation(lowered(schedule)))
         self._replay = cache(lambda schedule: MemoryReplay(lowered(schedule)))
 
     def make(
@@ -89,25 +89,24 @@ class Programs:
         buckets: Buckets,
         policy: ZeroPolicy,
         num_micro_batches: int,
-        roughly: bool = False,
         compute: Program | None = None,
-        sharded: tuple[Lifetimes, Sequence[Sequence[int]], float] | None = None,
+        simulate: Callable[[Program], Simulation] | None = None,
     ) -> Simulation:
         """Return the simulation of what the executor runs.
 
-        compute: the schedule, if it isn't a named one; sharded: lifetimes of weights, what is freed (see Lifetimes.add_to),
-        and how much slower computes are beside gathers (see Simulation).
+        compute: the schedule, if it isn't a named one; simulate: adds the gathers of sharded weights, if there are some.
         """
         owners, partitioned = tuple(owners for owners, _ in buckets.replicas), policy.stage > 0 and layout.replicas > 1
         added = tuple(map(len, buckets.of_chunk)), owners, partitioned, policy.reduce_per_micro_batch
-        schedule = _schedule(layout, num_micro_batches, roughly)
-        if compute is None and sharded is None:
+        schedule = _schedule(layout, num_micro_batches, False)
+        if compute is None and simulate is None:
             return self._simulation(schedule, added)
         program = self._whole(schedule, added) if compute is None else add_collectives(lower(compute), *added)
-        if sharded is None:
-            return Simulation(program)
-        lifetimes, freed, overlap = sharded
-        return Simulation(lifetimes.add_to(program, freed), lifetimes.uses, overlap)
+        return (simulate or Simulation)(program)
+
+    def alone(self, layout: Layout, num_micro_batches: int) -> Simulation:
+        """Return the simulation of a program without collectives, roughly, see _Schedule."""
+        return self._alone(_schedule(layout, num_micro_batches, True))
 
     def replay(self, layout: Layout, num_micro_batches: int, roughly: bool = False) -> MemoryReplay:
         """Return the replay of a program without collectives, which hold nothing. roughly: see _Schedule."""

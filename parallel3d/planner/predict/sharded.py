@@ -10,8 +10,9 @@ from parallel3d.parameters import ParameterInfo
 from parallel3d.pipe.calls import backward_order, in_groups
 from parallel3d.planner.predict.chunks import Chunks
 from parallel3d.planner.predict.timing import LayoutLinks
-from parallel3d.schedule.instructions import Op
-from parallel3d.schedule.lifetimes import ChunkUses, Lifetimes, LiveLimits, Use
+from parallel3d.schedule.instructions import Op, Program
+from parallel3d.schedule.lifetimes import ChunkUses, Lifetimes, LiveLimits, Use, peak_live
+from parallel3d.schedule.timing import Simulation
 from parallel3d.zero.memory import UnitSize, unit_sizes
 from parallel3d.zero.policy import ZeroPolicy
 
@@ -32,14 +33,22 @@ class ShardedWeights:
         """The elements of each unit, of each stage."""
         return [{unit: size.numel for unit, size in own.items()} for own in self.sizes]
 
-    def lifetimes(self, limits: LiveLimits) -> Lifetimes:
-        """Return the lifetimes that the executor adds to its program."""
-        return Lifetimes(self.uses, {unit: size for own in self.elements for unit, size in own.items()}, limits)
+    def simulation(
+        self, limits: LiveLimits, freed: Sequence[Sequence[int]], overlap: float, program: Program
+    ) -> Simulation:
+        """Return the simulation of a program with the gathers and releases that the executor adds to it.
 
-    def in_elements(self, freed: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Return how many elements of weights take at most so many bytes, for each number of each stage."""
+        freed: bytes that may be live beyond the limits, see Lifetimes.add_to; overlap: see Simulation.
+        """
         widest = [max((size.nbytes // size.numel for size in own.values()), default=1) for own in self.sizes]
-        return [[nbytes // each for nbytes in own] for own, each in zip(freed, widest, strict=False)]
+        elements = [[nbytes // each for nbytes in own] for own, each in zip(freed, widest, strict=False)]
+        sizes = {unit: size for own in self.elements for unit, size in own.items()}
+        return Simulation(Lifetimes(self.uses, sizes, limits).add_to(program, elements), self.uses, overlap)
+
+    def gathered(self, program: Program, freed: Sequence[Sequence[int]]) -> list[int]:
+        """Return the most bytes that are gathered at a time, of each stage, beyond what is freed then."""
+        sizes = [{unit: size.nbytes for unit, size in own.items()} for own in self.sizes]
+        return list(map(peak_live, program.instructions, sizes, freed or [()] * len(sizes)))
 
     def gathers(self, links: LayoutLinks, placement: Sequence[int]) -> dict[tuple[Op, int, int | None], float]:
         """Return the seconds of each unit's gather, which may stand before a compute of any chunk of its stage.

@@ -117,7 +117,8 @@ class LayoutLinks:
     def __init__(self, network: Network, shape: tuple[int, int, int], places: Sequence[int]):
         self.network, self.shape = network, shape
         self.ranks = np.asarray(places, dtype=np.int64).reshape(shape)
-        self._seconds, self._lines = cache(self._slowest), cache(self._lines_of)
+        self._seconds = cache(self._slowest)
+        self._lines = cache(lambda kind, groups_of, *stages: network.lines(kind, groups_of(*stages)))
         self.overlap = network.cluster.overlap  # see Cluster
 
     @cached_property
@@ -173,8 +174,3 @@ class LayoutLinks:
     def _slowest(self, kind: Kind, nbytes: float, groups_of: Callable[..., Integers], *stages: int) -> float:
         latency, per_byte = self._lines(kind, groups_of, *stages)
         return float((latency + per_byte * nbytes).max(axis=1).min())
-
-    def _lines_of(self, kind: Kind, groups_of: Callable[..., Integers], *stages: int) -> tuple[Floats, Floats]:
-        """Return Network.lines of groups; no seconds for groups of one."""
-        groups = groups_of(*stages)
-        return self.network.lines(kind, groups) if groups.shape[1] > 1 else (np.zeros((1, 1)), np.zeros((1, 1)))

@@ -11,7 +11,7 @@ from parallel3d.partition.chain import cut, segment_costs
 from parallel3d.partition.split import StageLimit, partition_layers
 from parallel3d.planner.predict.costs import StepPrediction
 from parallel3d.planner.predict.predict import Predictor, fastest_of
-from parallel3d.planner.predict.program import Buckets, timed_micro_batches
+from parallel3d.planner.predict.program import timed_micro_batches
 from parallel3d.planner.predict.timing import LayoutLinks, by_op
 from parallel3d.schedule.builders import placement_of
 from parallel3d.schedule.memory import most_in_flight
@@ -24,12 +24,7 @@ def split_carefully(predictor: Predictor, layout: Layout, links: LayoutLinks) ->
     fastest, paces = fastest_of(predictor.stage_times(layout, links), placement)
     # A step's length is the schedule's makespan. Each chunk's cost is divided into parts as the whole model's.
     shares = by_op(fastest.compute.sum(axis=1) / fastest.total.sum())
-    policy, timed = (
-        replace(predictor.profile().policy(layout.zero), stage=0),
-        timed_micro_batches(layout, roughly=True),
-    )
-    none = Buckets(((),) * len(placement), ())
-    simulation = predictor.programs.make(layout, none, policy, timed, roughly=True)
+    simulation = predictor.programs.alone(layout, timed_micro_batches(layout, roughly=True))
 
     def step(costs: Sequence[float]) -> float:
         return simulation.makespan(lambda i: shares.get(i.op, 0.0) * costs[i.chunk])
