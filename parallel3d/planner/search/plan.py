@@ -134,7 +134,9 @@ class Planner:
         near = [c for c in found[:MOST_NEAR] if c.rank[1] <= _NEAR * found[0].rank[1]]
         improved = sorted((improve(self.predictor, candidate) for candidate in near), key=attrgetter("rank"))
         improved = [*map(self._with_policies, improved[:_MIXED]), *improved[_MIXED:], *found[len(near) :]]
-        return self._result(search, listed(self._with_autos(improved, search), self.question.num_best))
+        # With policies by layer several may have the same words: the best one counts.
+        distinct = {step.layout.text: step for step in sorted(improved, key=attrgetter("rank"), reverse=True)}
+        return self._result(search, listed(self._with_autos(list(distinct.values()), search), self.question.num_best))
 
     def _with_policies(self, step: StepPrediction) -> StepPrediction:
         """Give each layer of a layout that recomputes all of them a policy of its own, if that makes the step shorter."""

@@ -80,3 +80,10 @@ def test_the_configuration_has_the_policies() -> None:
     profile = profile_of(model, made.question.cluster, load(result.config))
     again = Predictor(model, profile, made.network).predict(layout, bounds=best.bounds)
     assert (again.seconds, again.memory) == (pytest.approx(best.seconds), best.memory)
+
+
+@pytest.mark.parametrize("memory", ["1.4 GB", "1.6 GB"])
+def test_a_layout_that_gets_policies_by_layer_is_listed_once(memory: str) -> None:
+    best = [prediction.layout for prediction in planner("pp4", memory).answer().best]
+    assert best[0].endswith("ckpt-auto")
+    assert len(set(best)) == len(best)
