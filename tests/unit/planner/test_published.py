@@ -48,6 +48,7 @@ from train_llama import SIZES, decoder_layers, fixed_batch, loss_fn
 
 from parallel3d.config import load
 from parallel3d.config.layout import Layout, parse_layout
+from parallel3d.costs.devices import preset_of
 from parallel3d.costs.layer_profile import LayerProfile
 from parallel3d.models import DecoderConfig, causal_lm_loss, decoder
 from parallel3d.models.blocks import Block
@@ -235,18 +236,20 @@ def test_a_published_step_is_predicted(run: Published):
     assert predicted.fits or run.kind != "llama3"
 
 
-def measured() -> list[tuple[str, int, str, float]]:
-    """(case, micro-batches, JSON merged into the configuration, seconds) of our own runs of model "7b"."""
+def measured() -> list[tuple[str, str, int, str, float]]:
+    """(cluster, case, micro-batches, JSON merged into the configuration, seconds) of our own runs of model "7b"."""
     found = []
     for file in sorted((ROOT / "tools" / "bench" / "results").glob("*.json")):
         run = json.loads(file.read_text())
+        device = preset_of(run["hardware"]["name"])
+        cluster = f"{run['hardware']['count']}x{device.name if device else 'H200'}"
         is_other = run["workload"].get("size") not in (None, "7b") or "-offload-" in file.name
         for case in () if is_other else run.get("cases", ()):  # plan_accuracy.py has layouts
             if isinstance(case, dict) and case["framework"] == OWN and case["status"] == "ok":
                 # Options of keys that were removed, which changed no step by more than the tolerance.
                 name = re.sub("-(inplace|waitkernel|allreducenorm|allgather)", "", case["case"])
                 workload = run["workload"]
-                given = name, workload["micro_batches"], workload.get("config") or "{}"
+                given = cluster, name, workload["micro_batches"], workload.get("config") or "{}"
                 found.append((*given, case["result"]["step_s"]))
     return found
 
@@ -308,7 +311,9 @@ def test_a_block_in_fp8_takes_the_measured_part_of_one_in_bf16_and_less_memory_b
 
 
 @cache
-def predictor_of_7b(compiled: bool, bf16: bool, fp8: bool, units: str, each: bool, config: str) -> Predictor:
+def predictor_of_7b(
+    cluster: str, compiled: bool, bf16: bool, fp8: bool, units: str, each: bool, config: str
+) -> Predictor:
     given = {"data_types": {"grad_accum_dtype": "bf16"}} if bf16 else {}
     zero = {"reduce_per_micro_batch": "auto" if each else False}
     zero |= json.loads(config).get("zero_optimization", {})
@@ -316,7 +321,7 @@ def predictor_of_7b(compiled: bool, bf16: bool, fp8: bool, units: str, each: boo
     model = replace(model, layers=decoder(MODELS["7b"], units=units))
     config = config_of({**model.config, "compile": {"enabled": compiled}})
     profiled = ModelProfile(model.layers, *model.sample(1), model.loss_fn, config)
-    predictor = Predictor(model, profiled, network("4xH200"))
+    predictor = Predictor(model, profiled, network(cluster))
     predictor.programs = PROGRAMS
     return predictor
 
@@ -339,14 +344,14 @@ def layout_of(case: Case, micro_batches: int) -> Layout:
     )
 
 
-@pytest.mark.parametrize(("name", "micro_batches", "config", "seconds"), measured())
-def test_a_measured_step_is_predicted(name: str, micro_batches: int, config: str, seconds: float):
+@pytest.mark.parametrize(("cluster", "name", "micro_batches", "config", "seconds"), measured())
+def test_a_measured_step_is_predicted(cluster: str, name: str, micro_batches: int, config: str, seconds: float):
     case = parse_case(name)
     units = "half" if "half" in case.options else "block"
     # Stage 2 reduces in every micro-batch where its gradients are large, which those in bf16 weren't.
     bf16 = "bf16acc" in case.options
     each = "permicro" in case.options or not bf16
-    predictor = predictor_of_7b("compile" in case.options, bf16, "fp8" in case.options, units, each, config)
+    predictor = predictor_of_7b(cluster, "compile" in case.options, bf16, "fp8" in case.options, units, each, config)
     balanced = bool({"weights", "profile"} & case.options)
     bounds = None if balanced else equal_block_bounds(32, case.pp * case.chunks, behind=2)
     predicted = predictor.predict(layout_of(case, micro_batches), bounds=bounds)
