@@ -79,7 +79,7 @@ class Predictor:
             blocks = [k for k, name in enumerate(profile.names) for _ in range(1 + (name == "Block"))]
             self._factors = {None: factors, "half": factors[:, blocks]}
         self.programs: Programs = Programs() if like is None else like.programs
-        self._links = cache(lambda shape, places: LayoutLinks(network, shape, places))
+        self._links = cache(partial(LayoutLinks, network))
         self._stage_times: dict[tuple[object, ...], list[Times]] = {}
         self._splits: dict[tuple[object, ...], tuple[tuple[int, ...], Times]] = {}
         # The bounds of chunks in layers with the smallest slowest chunk.
@@ -225,7 +225,7 @@ class Predictor:
 
     def links(self, layout: Layout, places: Sequence[int] | None = None) -> LayoutLinks:
         """Return the links of the layout's ranks. places: see predict."""
-        return self._links(layout.shape, tuple(range(layout.world_size) if places is None else places))
+        return self._links(layout.shape, range(layout.world_size) if places is None else tuple(places))
 
     def chunks(
         self, layout: Layout, links: LayoutLinks, bounds: Sequence[int] | None = None, roughly: bool = False
