@@ -34,8 +34,9 @@ class Cluster:
     are switches inside a host, "nic", "switch") and a `host`, None for a switch between hosts; each edge has `bandwidth`
     (bytes a second in each direction, as sustained), `latency` (seconds) and `kind` ("nvlink", "pcie", "nic", "network");
     where one message alone reaches less than all channels of a collective, also `message_bandwidth`.
-    overlap: factor by which compute is slower while a collective runs beside it; collective_seconds: seconds of any collective
-    beyond its messages, to start on all ranks and to end. reserve: share of each device's memory that `gpus` leave out.
+    overlap: factor by which compute and a collective are slower while both run on a rank; collective_seconds: seconds of any
+    collective beyond its messages, to start on all ranks and to end. reserve: share of each device's memory that `gpus` leave
+    out.
     """
 
     name: str
