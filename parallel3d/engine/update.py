@@ -63,8 +63,8 @@ class LossShare:
 
 
 def countable(count: Tensor) -> Tensor:
-    """Return a count to divide a sum by. It is never 0, so that a sum of nothing gives 0."""
-    return count.clamp(min=torch.finfo(torch.float64).tiny)
+    """Return a count to divide a sum, and its gradients, by: 1 in place of 0, so that a sum of nothing gives 0."""
+    return count.masked_fill(count == 0, 1.0)
 
 
 def _cast(model: nn.Module, dtype: torch.dtype | None) -> None:

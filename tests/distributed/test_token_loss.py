@@ -132,6 +132,22 @@ def test_of_no_token_the_loss_is_zero_as_in_training(run_ranks):
     assert run_ranks(1, evaluate_nothing) == [(0.0, [0.0])]
 
 
+def train_on_nothing(precision: dict[str, Any], clipping: float) -> list[bool]:
+    engine = make_engine(
+        toy.model(tied=False), token_loss, accumulation=1, clipping=clipping, pipeline={"stages": 1}, **precision
+    )
+    before = [p.detach().clone() for p in engine.module.parameters()]
+    ids, labels = toy.micro_batch(0)
+    loss = engine.train_batch(iter([(ids, torch.full_like(labels, IGNORED))]))
+    unchanged = all(torch.equal(p, q) for p, q in zip(engine.module.parameters(), before, strict=True))
+    return [unchanged, loss.item() == 0, engine.get_global_grad_norm().item() == 0]
+
+
+@pytest.mark.parametrize(("precision", "clipping"), [({}, CLIPPING), ({"bf16": {"enabled": True}}, 0.0)], ids=str)
+def test_a_step_without_a_token_leaves_the_weights(run_ranks, precision: dict[str, Any], clipping: float):
+    assert run_ranks(1, train_on_nothing, precision, clipping) == [[True] * 3]
+
+
 def test_evaluation_averages_over_tokens(run_ranks):
     reference = Reference(toy.model(tied=False), token_loss, lambda p: torch.optim.SGD(p, lr=0.1), 0.0, BASE_SEED)
     with torch.no_grad():
