@@ -159,7 +159,7 @@ class WeightUpdate:
                     k,
                     self.optimizer,
                     lambda: self.loss_scale / self._replicas_summed,
-                    self.reducer.finish_step,
+                    self.reducer.partial_over,
                     self.sharded.settle,
                     self._count_write,
                 )

@@ -124,6 +124,7 @@ class GradientReducer:
         self._reductions: dict[Bucket, _Reduction] = {}
         # Partial sums of a shard's squares, where the reduction computes them on its way.
         self._squares: dict[Bucket, Tensor] = {}
+        self._finished = True  # gradients of this step that were partial over tensor-parallel ranks are summed
 
     def _attach(self) -> None:
         """Give the sink the accumulators: views of the bucket's buffer, or of the transient one it has at the time.
@@ -157,7 +158,8 @@ class GradientReducer:
     def start_step(self) -> None:
         """Empty the accumulators for the next batch, also after a batch that failed."""
         # Wait before anything is cleared: a reduction owns the memory that it writes until it is waited for.
-        self.finish_step()
+        self._wait()
+        self._finished = False
         for buffers in self._transient.values():
             buffers.release_all()
         for bucket in self.all_buckets():
@@ -266,16 +268,24 @@ class GradientReducer:
 
         Gradients that are partial over tensor-parallel ranks (few and small: norms, biases) are summed here.
         """
+        works = [
+            all_reduce(bucket.gradient_shard, group)
+            for bucket in self.all_buckets()
+            if (group := self.partial_over(bucket)) is not None
+        ]
+        for work in works:
+            work.wait()
+        self._finished = True
+
+    def partial_over(self, bucket: Bucket) -> Group | None:
+        """Wait for the reductions; return the ranks over which the bucket's gradients are partial, None if they are whole."""
+        self._wait()
+        return None if self._finished else bucket.kind.partial_over
+
+    def _wait(self) -> None:
         for reduction in self._reductions.values():
             reduction.wait()
         self._reductions.clear()
-        works = []
-        for bucket in self.all_buckets():
-            if bucket.kind.partial_over is not None:
-                works.append(all_reduce(bucket.gradient_shard, bucket.kind.partial_over))
-                bucket.mark_cleared(False)  # other ranks may have reduced into it in a failed batch
-        for work in works:
-            work.wait()
 
     def norm_squared(self, counts: Callable[[tuple[int, ...]], bool], device: torch.device) -> Tensor:
         """Return the squared 2-norm of this rank's share of the gradients, float64, shape []; all shares add up to the model's.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from parallel3d.comm.collectives import all_gather_into
+from parallel3d.comm.collectives import Group, all_gather_into, all_reduce
 from parallel3d.errors import ConfigError
 from parallel3d.zero.buckets import Bucket, ParameterShard
 
@@ -21,7 +21,7 @@ class WholeState:
     A local part is flat, and may be empty: the parts of all ranks, one after the other, are the flat parameter.
 
     - factor: returns what the gradients in the bucket are multiples of.
-    - reduce: called before gradients are read; ends their reductions.
+    - partial_over: called before gradients are read; ends their reductions, see GradientReducer.
     - settle: called before state is read or written, which may be on its way to the host.
     - on_weights: called when the weights have been written.
     """
@@ -32,12 +32,12 @@ class WholeState:
         index: int,
         optimizer: torch.optim.Optimizer,
         factor: Callable[[], float],
-        reduce: Callable[[], None],
+        partial_over: Callable[[Bucket], Group | None],
         settle: Callable[[], None],
         on_weights: Callable[[], None],
     ):
         self._bucket, self._index, self._optimizer = bucket, index, optimizer
-        self._factor, self._reduce, self._settle, self._on_weights = factor, reduce, settle, on_weights
+        self._factor, self._partial_over, self._settle, self._on_weights = factor, partial_over, settle, on_weights
 
     def attach(self, parameter: nn.Parameter) -> None:
         """Have `whole_state` find this one while somebody else holds it."""
@@ -50,9 +50,10 @@ class WholeState:
         what: MASTER (in fp32 or wider), GRADIENT (of the mean loss, summed over the replicas, before clipping), or the name of
         a state of the optimizer with an element for each of the parameter.
         """
-        if what == GRADIENT:
-            self._reduce()
+        group = self._partial_over(self._bucket) if what == GRADIENT else None
         found = self._local(what) if local else self._whole(what)
+        if found is not None and group is not None:
+            all_reduce(found, group).wait()
         return found / self._factor() if found is not None and what == GRADIENT else found
 
     @torch.no_grad()
@@ -63,8 +64,10 @@ class WholeState:
         for state that the optimizer does not keep.
         """
         if what == GRADIENT:
-            self._reduce()
-            value = value * self._factor()
+            group = self._partial_over(self._bucket)
+            value = value * (
+                self._factor() if group is None or group.index == 0 else 0.0
+            )  # ranks' parts are summed later
         shards = list(self._shards())
         parts = self._split(value, shards) if local else [self._part(value, shard) for shard in shards]
         for shard, part in zip(shards, parts, strict=True):

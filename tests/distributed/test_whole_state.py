@@ -1,0 +1,55 @@
+"""The state of one parameter, read and written while the training goes on: nothing else changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import parallel3d
+from parallel3d import utils
+from parallel3d.pipe import LayerSpec, PipelineModule
+from parallel3d.tensor_parallel import sum_gradients_over
+
+SIZES = {"train_micro_batch_size_per_gpu": 1, "steps_per_print": None}
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
+
+
+class Part(nn.Module):
+    """A copied weight, of whose gradient (3, 3) the first of two tensor-parallel ranks computes a third, and the second two."""
+
+    def __init__(self, context: Any = None) -> None:
+        super().__init__()
+        self.weight, self.factor = nn.Parameter(torch.zeros(2)), context.groups.model.index + 1
+        sum_gradients_over([self.weight], context.groups.model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.factor * self.weight * x).sum()
+
+
+def read_partial_gradients(stage: int, written: float | None) -> tuple[list[Tensor], Tensor, float]:
+    config = {**SIZES, **SGD, "tensor_parallel": {"size": 2}, "gradient_accumulation_steps": 2}
+    module = PipelineModule([LayerSpec(Part)], num_stages=1, loss_fn=lambda output, _: output, config=config)
+    engine, *_ = parallel3d.initialize(model=module, config={**config, "zero_optimization": {"stage": stage}})
+    (weight,) = module.parameters()
+    read = []
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2)))
+        read = [utils.safe_get_full_grad(weight), utils.safe_get_local_grad(weight)]
+        if written is not None and engine.is_gradient_accumulation_boundary():
+            utils.safe_set_full_grad(weight, torch.full((2,), written))
+        engine.step()
+    return [*read, utils.safe_get_full_grad(weight)], weight.detach(), engine.get_global_grad_norm().item()
+
+
+@pytest.mark.parametrize("written", [None, 5.0])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_gradients_of_which_ranks_have_parts_can_be_read_and_written(run_ranks, stage: int, written: float | None):
+    wanted = torch.full((2,), 3.0)
+    used = wanted if written is None else torch.full((2,), written)
+    for read, weight, norm in run_ranks(2, read_partial_gradients, stage, written):
+        assert all(torch.equal(found, expected) for found, expected in zip(read, (wanted, wanted, used), strict=True))
+        assert torch.equal(weight, -used)
+        assert norm == pytest.approx(used.norm().item())
