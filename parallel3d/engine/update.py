@@ -281,6 +281,7 @@ class WeightUpdate:
         """
         masters: dict[nn.Parameter, Tensor] = {}
         self.sharded.settle()
+        self.sharded.follow_weights()
         for bucket in self.reducer.all_buckets():
             whole = bucket.whole_masters()
             if self._groups.coordinate("data") == 0:

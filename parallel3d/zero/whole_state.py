@@ -109,6 +109,7 @@ class WholeState:
 
     def _shards(self) -> Iterator[ParameterShard]:
         self._settle()
+        self._bucket.follow_weights(self._settle)
         info = self._bucket.infos[self._index]
         return (shard for shard in self._bucket.pieces if shard.info is info)
 

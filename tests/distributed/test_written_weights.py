@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,6 +89,49 @@ def test_a_step_goes_on_from_what_was_written(
     ranks = [r for r in run_ranks(4 if stages else 2, train_and_write, stages, precision, zero, how) if r is not None]
     assert len(ranks) == 2
     assert ranks == [(2.0 - LR * X).tolist()] * 2  # all exact in half precision
+
+
+def write_and_load(directory: str, zero: dict[str, Any]) -> list[list[float]]:
+    engine, model = make(0, {"bf16": {"enabled": True}}, zero), Weigh()
+    engine.train_batch(iter([(X / 1024,)]))  # of its masters, 8 - LR * X / 1024, the weights have 8 bits
+    engine.save_checkpoint(directory)
+    model.kept = nn.Parameter(torch.zeros(1))  # which the checkpoint doesn't have
+    wider, *_ = parallel3d.initialize(model=model, config=engine.config)
+    with torch.no_grad():
+        for parameter in wider.module.parameters():
+            parameter.fill_(3.0)
+    wider.load_checkpoint(directory, strict=False)
+    read = [parallel3d.utils.safe_get_full_fp32_param(p) for p in wider.module.parameters()]
+    wider.train_batch(iter([(torch.zeros(SIZE),)]))
+    read += [parallel3d.utils.safe_get_full_fp32_param(p) for p in wider.module.parameters()]
+    return [each.tolist() for each in read]
+
+
+@pytest.mark.parametrize("zero", [{"stage": 0}, {"stage": 1}], ids=str)
+def test_a_checkpoint_replaces_what_was_written_and_leaves_the_rest(run_ranks, tmp_path: Path, zero: dict[str, Any]):
+    loaded, kept = (8.0 - LR * X.bfloat16().float() / 1024).tolist(), [3.0]
+    assert run_ranks(2, write_and_load, str(tmp_path), zero) == [[loaded, kept] * 2] * 2
+
+
+def write_and_read(zero: dict[str, Any]) -> list[list[float]]:
+    engine = make(0, {"bf16": {"enabled": True}}, zero)
+    (weight,) = engine.module.parameters()
+    with parallel3d.zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
+        weight.fill_(2.0)
+    first = parallel3d.utils.safe_get_full_fp32_param(weight)
+    with parallel3d.zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
+        weight.fill_(4.0)
+    value = torch.full((SIZE,), 3.0 + 2.0**-20)
+    parallel3d.utils.safe_set_full_fp32_param(weight, value)
+    engine.train_batch(iter([(torch.zeros(SIZE),)]))
+    return [first.tolist(), (parallel3d.utils.safe_get_full_fp32_param(weight) - value).tolist()]
+
+
+@pytest.mark.parametrize(
+    "zero", [{"stage": 0}, {"stage": 1}, {"stage": 3, "stage3_param_persistence_threshold": 0}], ids=str
+)
+def test_masters_that_are_read_or_written_are_those_of_the_weights(run_ranks, zero: dict[str, Any]):
+    assert run_ranks(2, write_and_read, zero) == [[[2.0] * SIZE, [0.0] * SIZE]] * 2
 
 
 def move_away() -> str:
