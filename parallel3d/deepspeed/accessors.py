@@ -293,7 +293,8 @@ class DeepSpeedEngine(WritingEngine):
         return f"{checkpoints_path}/{tag}/rank{self.global_rank:05}-00.safetensors"  # DeepSpeed's tests ask for it
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """Return the module's state_dict. Raises ExecutionError for weights that live as shards."""
+        """Return the module's state_dict. Raises ExecutionError for weights that live as shards, or are on the host."""
+        self.update.parking.check("lp_params")
         frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
         left_out = frozen if exclude_frozen_parameters else set()
         return {name: value for name, value in self.module.state_dict().items() if name not in left_out}
@@ -379,6 +380,7 @@ class DeepSpeedEngine(WritingEngine):
         A model in several stages must have layers of `from_hf`, and its weights get Hugging Face's names. Collective. Raises
         CheckpointError for other layers.
         """
+        self.update.parking.check("lp_params")
         if isinstance(self.module, HuggingFacePipeline) or self.pipeline_module.num_stages > 1:
             return whole_state_dict(self.pipeline_module, exclude_frozen_parameters)
         return whole_module_state(self.module, self.process_groups, exclude_frozen_parameters)

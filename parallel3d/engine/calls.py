@@ -148,9 +148,10 @@ class StepByCalls:
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], enter: EnterLayer) -> Any:
         """Return the module's output for these inputs. enter: called before each layer.
 
-        Raises ConfigError for a module that is split over stages or chunks.
+        Raises ConfigError for a module that is split over stages or chunks, ExecutionError while its weights are on the host.
         """
         self.check_whole()
+        self._update.parking.check("lp_params")
         self._model.wait_for_weights(self._model)
         begun = self._progress.record is not None
         self._fp8.keep((self._progress.num_begun, self._update.num_writes) if begun else None)

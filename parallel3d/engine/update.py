@@ -160,6 +160,7 @@ class WeightUpdate:
                     self.optimizer,
                     lambda: self.loss_scale / self._replicas_summed,
                     self.reducer.partial_over,
+                    lambda *kinds: self.parking.check(*kinds),
                     self.sharded.settle,
                     self._count_write,
                 )
@@ -280,6 +281,7 @@ class WeightUpdate:
         Empty except on the first replica's ranks. Collective over all ranks.
         """
         masters: dict[nn.Parameter, Tensor] = {}
+        self.parking.check()
         self.sharded.settle()
         self.sharded.follow_weights()
         for bucket in self.reducer.all_buckets():

@@ -13,6 +13,8 @@ from parallel3d.errors import ConfigError
 from parallel3d.zero.buckets import Bucket, ParameterShard
 
 MASTER, GRADIENT = "the master", "the gradient"  # names that no optimizer has for a state
+# Kinds of state, as offload_states has them, that must be on the device.
+_NEEDS = {MASTER: ("hp_params", "lp_params"), GRADIENT: ("lp_grads", "contiguous_grad_buffer")}
 
 
 class WholeState:
@@ -22,6 +24,7 @@ class WholeState:
 
     - factor: returns what the gradients in the bucket are multiples of.
     - partial_over: called before gradients are read; ends their reductions, see GradientReducer.
+    - check: called with kinds of state that are needed; raises ExecutionError for those that offload_states has moved.
     - settle: called before state is read or written, which may be on its way to the host.
     - on_weights: called when the weights have been written.
     """
@@ -33,11 +36,13 @@ class WholeState:
         optimizer: torch.optim.Optimizer,
         factor: Callable[[], float],
         partial_over: Callable[[Bucket], Group | None],
+        check: Callable[..., None],
         settle: Callable[[], None],
         on_weights: Callable[[], None],
     ):
         self._bucket, self._index, self._optimizer = bucket, index, optimizer
-        self._factor, self._partial_over, self._settle, self._on_weights = factor, partial_over, settle, on_weights
+        self._factor, self._partial_over, self._on_weights = factor, partial_over, on_weights
+        self._check, self._settle = check, settle
 
     def attach(self, parameter: nn.Parameter) -> None:
         """Have `whole_state` find this one while somebody else holds it."""
@@ -50,7 +55,7 @@ class WholeState:
         what: MASTER (in fp32 or wider), GRADIENT (of the mean loss, summed over the replicas, before clipping), or the name of
         a state of the optimizer with an element for each of the parameter.
         """
-        group = self._partial_over(self._bucket) if what == GRADIENT else None
+        group = self._prepare(what)
         found = self._local(what) if local else self._whole(what)
         if found is not None and group is not None:
             all_reduce(found, group).wait()
@@ -63,8 +68,8 @@ class WholeState:
         value: in the parameter's shape, the same on all ranks, or this rank's part. Raises ConfigError for another size, and
         for state that the optimizer does not keep.
         """
+        group = self._prepare(what)
         if what == GRADIENT:
-            group = self._partial_over(self._bucket)
             value = value * (
                 self._factor() if group is None or group.index == 0 else 0.0
             )  # ranks' parts are summed later
@@ -77,6 +82,14 @@ class WholeState:
             if self._bucket.partition.size > 1:
                 self._bucket.gather().wait()
             self._on_weights()
+
+    def _prepare(self, what: str) -> Group | None:
+        """Make state ready to be read and written; return the ranks that have parts of it to be summed, None if it is whole."""
+        self._check(*_NEEDS.get(what, ("optim_states",)))
+        self._settle()
+        if what == MASTER:
+            self._bucket.follow_weights(self._settle)
+        return self._partial_over(self._bucket) if what == GRADIENT else None
 
     def _of(self, shard: ParameterShard, what: str) -> Tensor | None:
         if what in (MASTER, GRADIENT):
@@ -108,8 +121,6 @@ class WholeState:
         return value.reshape(-1).split(sizes)
 
     def _shards(self) -> Iterator[ParameterShard]:
-        self._settle()
-        self._bucket.follow_weights(self._settle)
         info = self._bucket.infos[self._index]
         return (shard for shard in self._bucket.pieces if shard.info is info)
 

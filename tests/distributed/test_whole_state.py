@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import parallel3d
 from parallel3d import utils
+from parallel3d.errors import ExecutionError
 from parallel3d.pipe import LayerSpec, PipelineModule
 from parallel3d.tensor_parallel import sum_gradients_over
 
@@ -53,3 +54,50 @@ def test_gradients_of_which_ranks_have_parts_can_be_read_and_written(run_ranks, 
         assert all(torch.equal(found, expected) for found, expected in zip(read, (wanted, wanted, used), strict=True))
         assert torch.equal(weight, -used)
         assert norm == pytest.approx(used.norm().item())
+
+
+def use_parked(zero: dict[str, Any]) -> dict[str, str | None]:
+    model = nn.Linear(4, 4)
+    config = {**SIZES, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}, "zero_optimization": zero}
+    engine, *_ = parallel3d.initialize(model=model, config=config)
+
+    def evaluate() -> Tensor:
+        engine.eval()
+        return engine(torch.ones(4))
+
+    def evaluate_in_training() -> Tensor:
+        engine.train()
+        with torch.no_grad():
+            return engine(torch.ones(4))
+
+    calls = {
+        "evaluate": evaluate,
+        "evaluate in training": evaluate_in_training,
+        "master": lambda: utils.safe_get_full_fp32_param(model.weight),
+        "local master": lambda: utils.safe_get_local_fp32_param(model.weight),
+        "written master": lambda: utils.safe_set_full_fp32_param(model.weight, torch.ones(4, 4)),
+        "gradient": lambda: utils.safe_get_full_grad(model.weight),
+        "moment": lambda: utils.safe_get_full_optimizer_state(model.weight, "exp_avg"),
+        "masters": engine.update.master_weights,
+        "state_dict": engine.module_state_dict,
+        "whole state_dict": engine._consolidated_16bit_state_dict,
+    }
+    engine.backward(engine(torch.ones(4)).sum())
+    engine.step()
+    engine.offload_states(include=["optim_states"])
+    utils.safe_get_full_fp32_param(model.weight)  # is not among these
+    engine.offload_states()
+    found: dict[str, str | None] = {}
+    for name, call in calls.items():
+        try:
+            call()
+            found[name] = None
+        except ExecutionError as error:
+            found[name] = str(error).split(" to the host")[0].split()[0]
+    return found
+
+
+@pytest.mark.parametrize("zero", [{"stage": 1}, {"stage": 3, "stage3_param_persistence_threshold": 0}], ids=["1", "3"])
+def test_state_on_the_host_is_not_used(run_ranks, zero: dict[str, Any]):
+    for found in run_ranks(2, use_parked, zero):
+        assert set(found.values()) == {"offload_states"}, found
