@@ -135,7 +135,7 @@ class WeightUpdate:
         names = all_gather_object([info.name for info in infos], groups.control)
         self._agreement = StepAgreement(infos, names, groups.control)
         model.use_waiter(self.sharded.wait_for_module)
-        self.parking = Parking(optimizer, self.sharded.buckets, self._settle)
+        self.parking = Parking(optimizer, self.sharded.buckets, self._frozen_weights(), self._settle)
         self._checks_overflow = precision.checks_overflow
         self._before_step: Callable[[], None] | None = None
         self.grad_norm: Tensor | None = None
@@ -166,6 +166,10 @@ class WeightUpdate:
                 )
                 state.attach(parameter)
                 self._whole_states.append(state)
+
+    def _frozen_weights(self) -> list[Tensor]:
+        whole = [info.parameter for info in self._frozen if weights_of(info.parameter) is None]
+        return [*whole, *(bucket.sharded.shard for bucket in self.frozen_buckets)]
 
     def _count_write(self) -> None:
         self.num_writes += 1

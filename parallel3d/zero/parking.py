@@ -18,11 +18,17 @@ KINDS = ("lp_params", "lp_grads", "hp_params", "optim_states", "contiguous_grad_
 class Parking:
     """Moves state of buckets to the host and back. Its tensors stay the same objects, without memory in the meantime.
 
-    settle: called first; ends copies and gathers that are under way.
+    frozen: weights in no bucket. settle: called first; ends copies and gathers that are under way.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], settle: Callable[[], None]):
-        self._optimizer, self._buckets, self._settle = optimizer, buckets, settle
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        buckets: Sequence[Bucket],
+        frozen: Sequence[Tensor],
+        settle: Callable[[], None],
+    ):
+        self._optimizer, self._buckets, self._frozen, self._settle = optimizer, buckets, frozen, settle
         self._parked: list[tuple[UntypedStorage, Tensor]] = []
         self._kinds: set[str] = set()  # of what is parked
 
@@ -45,6 +51,7 @@ class Parking:
         if kind == "lp_params":
             for bucket in self._buckets:
                 yield from bucket.parameters if bucket.sharded is None else (bucket.sharded.shard,)
+            yield from self._frozen
         elif kind == "hp_params":
             yield from (piece.master for bucket in resident if bucket.has_own_master for piece in bucket.pieces)
         elif kind == "optim_states":

@@ -101,3 +101,27 @@ def use_parked(zero: dict[str, Any]) -> dict[str, str | None]:
 def test_state_on_the_host_is_not_used(run_ranks, zero: dict[str, Any]):
     for found in run_ranks(2, use_parked, zero):
         assert set(found.values()) == {"offload_states"}, found
+
+
+def park_frozen(zero: dict[str, Any]) -> tuple[int, int, bool]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].requires_grad_(False)
+    engine, *_ = parallel3d.initialize(model=model, config={**SIZES, **SGD, "zero_optimization": zero})
+    before = engine(torch.ones(4)).detach()
+    weights = [getattr(p, "ds_tensor", p) for p in model.parameters()]
+
+    def held() -> int:
+        return sum(weight.untyped_storage().nbytes() for weight in weights)
+
+    whole = held()
+    engine.offload_states(include=["lp_params"])
+    left = held()
+    engine.reload_states()
+    return whole, left, torch.equal(engine(torch.ones(4)), before)
+
+
+@pytest.mark.parametrize("zero", [{"stage": 1}, {"stage": 3, "stage3_param_persistence_threshold": 0}], ids=["1", "3"])
+def test_frozen_weights_go_to_the_host_with_the_others(run_ranks, zero: dict[str, Any]):
+    for whole, left, is_same in run_ranks(2, park_frozen, zero):
+        assert whole > left == 0
+        assert is_same
