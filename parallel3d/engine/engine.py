@@ -355,23 +355,23 @@ class Engine:
         self,
         load_dir: Location,
         tag: object = None,
+        load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
-        strict: bool = True,
-        load_module_strict: bool | None = None,
+        strict: bool | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint, saved in any layout, and return (path, client_state): training continues from there.
 
         - tag: by default the one that the file `latest` names; without that file, returns (None, None) with a warning.
+        - load_module_strict: raise an error that lists tensors that are missing, extra or of another shape; False to load the
+          others, with a warning. strict: another name for it.
         - load_optimizer_states, load_lr_scheduler_states: False to leave these as they are.
         - load_module_only: load the weights and change nothing else.
-        - strict: raise an error that lists tensors that are missing, extra or of another shape; False to load the others,
-          with a warning. load_module_strict: DeepSpeed's name for strict.
 
         Raises CheckpointError on all ranks; a checkpoint that is found damaged changes nothing. Collective.
         """
-        strict = strict if load_module_strict is None else load_module_strict
+        strict = load_module_strict if strict is None else strict
         scheduler = self.lr_scheduler if load_lr_scheduler_states else None
         return self.checkpoints.load(load_dir, tag, load_optimizer_states, scheduler, load_module_only, strict)
 

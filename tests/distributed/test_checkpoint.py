@@ -325,7 +325,7 @@ def fit_badly(directory: str) -> dict[str, Any]:
     up = other.module.up.weight.clone()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        other.load_checkpoint(directory, strict=False)
+        other.load_checkpoint(directory, None, False)  # by position, as DeepSpeed's load_module_strict
     found["told"] = [str(w.message) for w in caught]
     found["fitting"] = torch.equal(other.module.down.bias, engine.module.down.bias)
     found["left"] = torch.equal(other.module.up.weight, up)
