@@ -129,6 +129,8 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue from the state that `state_dict` returned."""
+        """Continue from the state that `state_dict` returned; a scale that doesn't adapt stays the configuration's."""
+        if not self.dynamic_loss_scale:
+            return
         self.cur_scale, self._lives = state["scale"], int(state["lives"])
         self.cur_iter, self._last_overflow = int(state["step"]), int(state["last_overflow"])

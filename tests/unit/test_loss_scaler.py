@@ -88,6 +88,14 @@ def test_a_saved_scaler_goes_on_as_it_would_have(overflows, cut, hysteresis, win
     assert doublings == 2.0 ** round(torch.tensor(doublings).log2().item())
 
 
+def test_a_scale_that_is_configured_is_not_replaced_by_a_checkpoints():
+    fixed, adapting = LossScaler(Fp16Config(loss_scale=128.0)), LossScaler(Fp16Config())
+    fixed.load_state_dict(adapting.state_dict())
+    assert fixed.cur_scale == 128.0
+    adapting.load_state_dict(fixed.state_dict())
+    assert adapting.cur_scale == 128.0
+
+
 @pytest.mark.parametrize(
     ("config", "weights", "autocast", "scales", "checks"),
     [
