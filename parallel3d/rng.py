@@ -134,13 +134,13 @@ class RandomStreams:
         """Continue with the streams of a saved run, if it had any."""
         self._seed = tuple(state.get("seed", self._seed))
 
-    def of(self, step: int, micro_batch: int) -> EnterLayer:
-        """Return a function that begins the stream of each layer for one micro-batch of a step."""
-        return partial(self._enter, step, micro_batch)
+    def of(self, step: int, micro_batch: int, forward: int = 0) -> EnterLayer:
+        """Return a function that begins the stream of each layer for a forward, counted from 0, of a step's micro-batch."""
+        return partial(self._enter, (step, micro_batch), (forward,) if forward else ())
 
-    def _enter(self, step: int, micro_batch: int, layer: int) -> None:
+    def _enter(self, place: tuple[int, int], forward: tuple[int, ...], layer: int) -> None:
         self._own_streams.enter_layer()
-        seed = stream_seed(*self._seed, step, micro_batch, layer)
+        seed = stream_seed(*self._seed, *place, layer, *forward)
         for generator in self._generators:
             generator.manual_seed(seed)
 

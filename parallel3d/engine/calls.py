@@ -51,6 +51,7 @@ class StepProgress:
         self.record: Recorder | None = None
         self._boundary: bool | None = None  # set by the script; None: count micro-batches
         self._first = 0  # micro_steps when the step began
+        self._forwards: tuple[int, int] = 0, 0  # num_backwards at the last forward, and forwards since that backward
 
     @property
     def num_backwards(self) -> int:
@@ -71,6 +72,13 @@ class StepProgress:
         """Begin a step by calls, whose forwards and backwards `record` wraps."""
         self.record = record
         self.num_begun += 1
+
+    def begin_forward(self) -> int:
+        """Begin a forward by a call, and return the number of those since the last backward, or since the step began."""
+        micro_batch, number = self._forwards
+        number = number if micro_batch == self.num_backwards else 0
+        self._forwards = self.num_backwards, number + 1
+        return number
 
     def advance(self, boundary: bool) -> None:
         """Count a call of `engine.step`, which ends the micro-batch, and at a boundary its step."""
@@ -95,7 +103,7 @@ class StepProgress:
     def restart(self) -> None:
         """Begin a new step with the next micro-batch."""
         self.forget()
-        self.applied, self.record, self._first = False, None, self.micro_steps
+        self.applied, self.record, self._first, self._forwards = False, None, self.micro_steps, (0, 0)
 
     def state_dict(self) -> dict[str, int]:
         """Return the counters."""

@@ -257,7 +257,7 @@ class Engine:
                 self._begin_calls()
                 self.reports.monitor.count_tokens((args, kwargs))
             with self._runner.calling():
-                return self._calls.forward(args, kwargs, self._runner.stream(self.progress.num_backwards))
+                return self._calls.forward(args, kwargs, self._runner.next_stream())
 
     forward = __call__
 

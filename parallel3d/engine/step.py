@@ -142,10 +142,14 @@ class BatchRunner:
             use_fp8(linears, self.fp8, self._update.reducer.sink, self._groups.control)
             gather_in_fp8(self.fp8, linears, self._groups)
 
-    def stream(self, micro_batch: int) -> EnterLayer:
-        """Return the random stream of one of this replica's micro-batches in the current step."""
+    def next_stream(self) -> EnterLayer:
+        """Return the random stream of the forward that the script calls next: several of a micro-batch draw other numbers."""
+        return self._stream(self._progress.num_backwards, self._progress.begin_forward())
+
+    def _stream(self, micro_batch: int, forward: int = 0) -> EnterLayer:
+        """Return the random stream of a forward of one of this replica's micro-batches in the current step."""
         number = micro_batch * self._groups.data.size + self._groups.coordinate("data")
-        return self.streams.of(self._progress.global_steps, number)
+        return self.streams.of(self._progress.global_steps, number, forward)
 
     @contextmanager
     def calling(self) -> Iterator[None]:
@@ -179,7 +183,7 @@ class BatchRunner:
         if training and not all(module.training for module in self._model.modules()):
             self._model.train()  # which takes a millisecond of a small model's step
         weight = 1.0 / (len(signatures) * self._groups.data.size)
-        streams = [self.stream(m) for m in range(len(signatures))] if training else []
+        streams = [self._stream(m) for m in range(len(signatures))] if training else []
         scale = self._update.loss_scale
         batch = Batch(micro_batches, signatures, training, weight, scale, keep_outputs, compute_loss, streams)
         monitor = self._reports.monitor

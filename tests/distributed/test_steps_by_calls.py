@@ -16,6 +16,11 @@ from parallel3d import DeepSpeedEngine as Engine
 from parallel3d.errors import ConfigError, ExecutionError
 
 WIDTH, SAMPLES, ACCUMULATION = 8, 4, 3
+SIZES = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "steps_per_print": None,
+}
 ZERO = [
     {"stage": 0},
     {"stage": 1},
@@ -181,6 +186,47 @@ def twice_through_one_graph() -> list[float]:
 def test_a_graph_is_retained_and_losses_are_summed_if_asked(run_ranks):
     found, wanted = run_ranks(1, twice_through_one_graph)[0]
     assert found == pytest.approx(wanted, rel=1e-6)
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x * self.weight, 0.5, self.training)
+
+
+def draw(directory: str) -> tuple[list[list[float]], bool, bool]:
+    """Return the masks of six forwards in two micro-batches, and whether train_batch and a resumed engine draw the first."""
+    ones, config = torch.ones(32), {**SIZES, "gradient_accumulation_steps": 2}
+    engine, resumed = (parallel3d.initialize(model=Noisy(), config=config)[0] for _ in range(2))
+    engine.save_checkpoint(directory)
+    masks = []
+    for _ in range(2):
+        forwards = [engine(ones), engine(ones)]
+        with torch.no_grad():
+            forwards.append(engine(ones))
+        engine.backward((forwards[0] + forwards[1]).sum())
+        masks += [mask.tolist() for mask in forwards]
+    with torch.no_grad():
+        resumed(ones)
+    resumed.load_checkpoint(directory)
+    first = resumed(ones).tolist() == masks[0]
+    batch = parallel3d.initialize(model=Summed(), config={**config, "gradient_accumulation_steps": 1})[0]
+    return masks, first, batch.train_batch(iter([ones])).item() == sum(masks[0])
+
+
+class Summed(Noisy):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).sum()
+
+
+def test_each_forward_of_a_micro_batch_draws_numbers_of_its_own(run_ranks, tmp_path: Path):
+    ((masks, resumed, batch),) = run_ranks(1, draw, str(tmp_path))
+    assert len({tuple(mask) for mask in masks}) == 6
+    assert resumed
+    assert batch
 
 
 def resize() -> tuple[list[bool], str, list[float]]:
