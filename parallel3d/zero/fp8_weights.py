@@ -120,7 +120,7 @@ class Fp8Weights(ShardedWeights):
             return self._work
         if not self._scales:
             return super().gather()
-        self._check_unwritten()
+        self._check_shard()
         self._values.untyped_storage().resize_(self._values.nbytes)
         size = self.shard.numel()
         own = self._values[self.partition.index * size :][:size]

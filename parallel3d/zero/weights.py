@@ -116,7 +116,10 @@ class ShardedWeights:
 
     @torch.no_grad()
     def gather(self) -> Work:
-        """Start to gather the weights, unless they are; see `wait`. Raises ExecutionError if a placeholder was written."""
+        """Start to gather the weights, unless they are; see `wait`.
+
+        Raises ExecutionError if a placeholder was written, or while offload_states has the shard.
+        """
         return self.gather_whole()
 
     @property
@@ -128,7 +131,7 @@ class ShardedWeights:
     def gather_whole(self) -> Work:
         """Do what `gather` does, in the weights' own dtype: the parameters have their values then."""
         if self.state is WeightState.SHARDED:
-            self._check_unwritten()
+            self._check_shard()
             self._whole.untyped_storage().resize_(self.nbytes)
             for parameter, view in self._views:
                 parameter.data = view
@@ -166,7 +169,11 @@ class ShardedWeights:
             self._enter(WeightState.SHARDED)
             self._versions = [parameter._version for parameter, _ in self._views]
 
-    def _check_unwritten(self) -> None:
+    def _check_shard(self) -> None:
+        if self.shard.numel() and self.shard.untyped_storage().nbytes() == 0:
+            raise ExecutionError(
+                "offload_states moved lp_params to the host; call engine.reload_states() before a gather"
+            )
         for (parameter, _), version in zip(self._views, self._versions, strict=True):
             if parameter._version != version:
                 raise ExecutionError(

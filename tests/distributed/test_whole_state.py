@@ -82,6 +82,8 @@ def use_parked(zero: dict[str, Any]) -> dict[str, str | None]:
         "state_dict": engine.module_state_dict,
         "whole state_dict": engine._consolidated_16bit_state_dict,
     }
+    if zero["stage"] == 3:
+        calls["gather"] = parallel3d.zero.GatheredParameters(model.weight).__enter__
     engine.backward(engine(torch.ones(4)).sum())
     engine.step()
     engine.offload_states(include=["optim_states"])
