@@ -295,7 +295,8 @@ class DeepSpeedEngine(WritingEngine):
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """Return the module's state_dict. Raises ExecutionError for weights that live as shards, or are on the host."""
         self.update.parking.check("lp_params")
-        frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
+        parameters = self.module.named_parameters(remove_duplicate=False)
+        frozen = {name for name, p in parameters if not p.requires_grad}
         left_out = frozen if exclude_frozen_parameters else set()
         return {name: value for name, value in self.module.state_dict().items() if name not in left_out}
 

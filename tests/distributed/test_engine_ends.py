@@ -90,7 +90,9 @@ def use_scripts_names(directory: Path) -> list[bool]:
     engine, *_ = parallel3d.initialize(model=model, config={**SIZES, **ADAM, "zero_optimization": {"stage": 3}})
     engine.set_lr(0.25)
     state = engine.module_state_dict()
+    model.other_name = model.first  # frozen by either name
     trained = engine.module_state_dict(exclude_frozen_parameters=True)
+    del model.other_name
     engine.save_fp16_model(directory)
     return [
         engine.get_lr() == [0.25],
