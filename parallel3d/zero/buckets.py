@@ -233,6 +233,8 @@ class Bucket:
     def follow_weights(self, settle: Callable[[], None]) -> None:
         """Copy weights that others have written, as load_state_dict does, into the masters; a step would undo them.
 
+        Masters of which the weights are the rounded values stay: of what is clamped in each step, few change.
+
         settle: called before a master is written.
         """
         if not self.has_own_master:
@@ -242,7 +244,9 @@ class Bucket:
             if self._versions[piece] != version:
                 self._versions[piece] = version
                 settle()
-                piece.master.copy_(self.weights_of(piece))
+                weights = self.weights_of(piece).to(piece.master.device)
+                is_old = weights == piece.master.to(weights.dtype)
+                piece.master.copy_(torch.where(is_old, piece.master, weights.to(piece.master.dtype)))
 
     @torch.no_grad()
     def move_weights(self, memory: Tensor) -> None:

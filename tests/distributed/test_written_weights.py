@@ -134,6 +134,33 @@ def test_masters_that_are_read_or_written_are_those_of_the_weights(run_ranks, ze
     assert run_ranks(2, write_and_read, zero) == [[[2.0] * SIZE, [0.0] * SIZE]] * 2
 
 
+def clamp_often(zero: dict[str, Any]) -> list[float]:
+    engine = make(0, {"bf16": {"enabled": True}}, zero)
+    (weight,) = engine.module.parameters()
+    for _ in range(4):
+        engine.train_batch(iter([(X / 4096,)]))  # less than the weights' precision
+        with parallel3d.zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
+            weight.clamp_(-8.0, 8.0)
+    with parallel3d.zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
+        weight[0] = 7.0
+    return parallel3d.utils.safe_get_full_fp32_param(weight).tolist()
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"stage": 0},
+        {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        {"stage": 3, "stage3_param_persistence_threshold": 0},
+    ],
+    ids=str,
+)
+def test_masters_of_what_a_write_leaves_keep_their_precision(run_ranks, zero: dict[str, Any]):
+    wanted = 8.0 - 4 * LR * X.bfloat16().float() / 4096
+    wanted[0] = 7.0
+    assert run_ranks(2, clamp_often, zero) == [wanted.tolist()] * 2
+
+
 def move_away() -> str:
     engine = make(0, {"bf16": {"enabled": True}}, {"stage": 1})
     engine.module.double()
