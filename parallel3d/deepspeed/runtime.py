@@ -31,8 +31,8 @@ from parallel3d.partition.chain import segment_costs
 from parallel3d.partition.split import partition_layers
 from parallel3d.rng import set_random_seed
 from parallel3d.zero.external import register_external_parameter, unregister_external_parameter
+from parallel3d.zero.gathered import GatheredParameters
 from parallel3d.zero.init import Init
-from parallel3d.zero.weights import GatheredParameters
 from parallel3d.zero.weights import WeightState as ZeroParamStatus
 
 # The modules in it whose names are all here.

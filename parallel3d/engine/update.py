@@ -21,6 +21,7 @@ from parallel3d.pipe.module import PipelineModule
 from parallel3d.schedule.instructions import Instruction, Op
 from parallel3d.zero.buckets import Bucket, FrozenBucket, ShardHomes, shard_frozen
 from parallel3d.zero.disk import ScratchFile
+from parallel3d.zero.gathered import describe_whole
 from parallel3d.zero.host_shards import HostShards
 from parallel3d.zero.memory import moments_of, predict_shards, predict_state
 from parallel3d.zero.optimizer import ShardedOptimizer, StepAgreement
@@ -28,7 +29,7 @@ from parallel3d.zero.parking import Parking
 from parallel3d.zero.policy import make_policy
 from parallel3d.zero.reducer import GradientReducer, check_precision
 from parallel3d.zero.storage import Storage, open_storage
-from parallel3d.zero.weights import ShardedWeights, Units, describe_whole, make_whole, weights_of
+from parallel3d.zero.weights import ShardedWeights, Units, make_whole, weights_of
 from parallel3d.zero.whole_state import WholeState
 
 # Maximum number of parameters that the warning of an overflow lists.
@@ -239,7 +240,7 @@ class WeightUpdate:
         self.units = self._make_units() if shards else None
         if self.policy.stage == 3:
             for info in (*infos, *self._frozen):
-                describe_whole(info.parameter)
+                describe_whole(info.parameter, groups.data)
 
     def _make_units(self) -> Units:
         weights: dict[int, list[ShardedWeights]] = {}

@@ -17,8 +17,9 @@ from parallel3d.comm.environment import local_device
 from parallel3d.comm.groups import whole_world
 from parallel3d.config import Config, load_sections
 from parallel3d.errors import ConfigError
+from parallel3d.zero.gathered import GatheredParameters
 from parallel3d.zero.host_shards import HostShards
-from parallel3d.zero.weights import GatheredParameters, ShardedWeights, weights_of
+from parallel3d.zero.weights import ShardedWeights, weights_of
 
 
 def shards_weights(config: str | Path | Mapping[str, Any] | Config | None) -> bool:

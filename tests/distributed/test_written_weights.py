@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ def total(output: Tensor, _: Any) -> Tensor:
     return output.sum()
 
 
+BF16 = {"bf16": {"enabled": True}}
 X = torch.tensor([1.0, -2.0, 0.5, 4.0, -1.0, 0.25])
 
 
@@ -159,6 +161,34 @@ def test_masters_of_what_a_write_leaves_keep_their_precision(run_ranks, zero: di
     wanted = 8.0 - 4 * LR * X.bfloat16().float() / 4096
     wanted[0] = 7.0
     assert run_ranks(2, clamp_often, zero) == [wanted.tolist()] * 2
+
+
+def write_on_one_replica(threshold: int, frozen: bool) -> list[list[float]]:
+    model = nn.ModuleList([Weigh(), Weigh()])
+    model[0].requires_grad_(not frozen)
+    model.forward = lambda x: model[0](x) + model[1](x)
+    zero = {"stage": 3, "stage3_param_persistence_threshold": threshold}
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": LR}}, **BF16}
+    engine, *_ = parallel3d.initialize(model=model, config={**config, "zero_optimization": zero})
+    with parallel3d.zero.GatheredParameters(model.parameters(), modifier_rank=1), torch.no_grad():
+        if engine.global_rank == 1:
+            for parameter in model.parameters():
+                parameter.copy_(-X)
+    copied = copy.deepcopy(model[0])  # a script may
+    found = []
+    for _ in range(2):
+        with parallel3d.zero.GatheredParameters(model.parameters()):
+            found += [parameter.float().tolist() for parameter in model.parameters()]
+        engine.train_batch(iter([(X,)]))
+    return [*found, [float(hasattr(copied.weight, "replicas"))]]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("threshold", [0, 100_000])
+def test_what_one_replica_writes_is_what_all_have(run_ranks, threshold: int, frozen: bool):
+    before, after = (-X).tolist(), (-X - LR * X).tolist()
+    wanted = [before, before, before if frozen else after, after, [0.0]]
+    assert run_ranks(2, write_on_one_replica, threshold, frozen) == [wanted] * 2
 
 
 def move_away() -> str:

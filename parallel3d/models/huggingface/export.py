@@ -30,7 +30,7 @@ from parallel3d.models.huggingface.adapters import PREFIX, is_saved, merged, mer
 from parallel3d.models.huggingface.wrap import WrappedPart
 from parallel3d.parameters import Slicing, slicing_of, whole_shape
 from parallel3d.pipe.module import PipelineModule
-from parallel3d.zero.weights import GatheredParameters
+from parallel3d.zero.gathered import GatheredParameters
 
 
 class Trained(Protocol):

@@ -14,7 +14,8 @@ from parallel3d.models.huggingface.wrap import wrap
 from parallel3d.models.loss import CausalLMLoss, next_labels
 from parallel3d.parameters import replace_tensors
 from parallel3d.pipe.module import PipelineModule
-from parallel3d.zero.weights import GatheredParameters, is_whole
+from parallel3d.zero.gathered import GatheredParameters
+from parallel3d.zero.weights import is_whole
 
 
 class HuggingFacePipeline(PipelineModule):
