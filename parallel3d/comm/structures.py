@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,14 @@ def _fields(leaf: Any, kind: type) -> dict[str, Any]:
         return {}
     values = {field.name: getattr(leaf, field.name) for field in fields(leaf)}
     return {name: value for name, value in values.items() if isinstance(value, kind)}
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors of a pytree, and of dataclasses and pytrees inside it."""
+    tensors: list[Tensor] = []
+    for leaf in tree_leaves(value):
+        tensors += [leaf] if isinstance(leaf, Tensor) else tensors_of(list(_fields(leaf, object).values()))
+    return tensors
 
 
 def describe(value: Any) -> tuple[Structure, list[Tensor]]:

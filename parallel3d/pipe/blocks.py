@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from parallel3d.autograd.first_shapes import FirstShapes
 from parallel3d.autograd.split_backward import is_split
 from parallel3d.comm.collectives import Group, all_gather_integers
+from parallel3d.comm.structures import tensors_of
 from parallel3d.errors import ExecutionError
 from parallel3d.schedule.instructions import Instruction
 from parallel3d.schedule.lifetimes import LiveLimits
@@ -174,9 +175,9 @@ class BlockUnits:
         self._running.subtract(needed)
         if torch.is_grad_enabled() and needed:
             outer = module in self._outer
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.requires_grad and (outer or not self._has_hook(leaf)):
-                    leaf.register_hook(partial(self._before_backward, needed, outer))
+            for tensor in tensors_of(output):
+                if tensor.requires_grad and (outer or not self._has_hook(tensor)):
+                    tensor.register_hook(partial(self._before_backward, needed, outer))
         if module is self.module:
             self._last = self._ahead = None
         if not _is_in_backward():  # a recomputation is followed by the backward that needs it

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from parallel3d.comm.structures import tensors_of
 from parallel3d.monitor.memory import RunMemory
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.schedule.instructions import Instruction, Op
@@ -101,9 +101,9 @@ class LayerUnits:
         """Reach the boundary before a layer's backward when the gradient of its output has arrived."""
         if not self._of_layer.get(layer) or not torch.is_grad_enabled():
             return
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(partial(self._gradient_came, layer))
+        for tensor in tensors_of(output):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._gradient_came, layer))
 
     def _gradient_came(self, layer: int, _: Tensor) -> None:
         # A tensor that a layer only passes on has its gradient too late: in a program, the layer's turn is over then.

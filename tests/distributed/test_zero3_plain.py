@@ -6,6 +6,7 @@ import pickle
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import hf_models
@@ -19,6 +20,7 @@ from user_configs import AUTO, FOLDER
 
 import parallel3d
 from parallel3d.config import read_source
+from parallel3d.pipe import PipelineModule
 
 WIDTH, BLOCKS = 16, 5
 ZERO = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 30_000}
@@ -235,6 +237,57 @@ def test_a_tensor_that_blocks_pass_on_gathers_none_of_them_again(run_ranks):
     for found, gathers in run_ranks(2, train_passing):
         compare(found, wanted)
         assert gathers == 3 * 2 * 3
+
+
+@dataclass
+class Wrapped:
+    hidden: list[Tensor]
+
+
+class WrappingBlock(Block):
+    def forward(self, x: Any) -> Any:
+        return Wrapped([super().forward(x.hidden[0] if isinstance(x, Wrapped) else x)])
+
+
+def square(output: Wrapped, _: Any) -> Tensor:
+    return output.hidden[0].square().mean()
+
+
+class Wrapping(nn.Module):
+    """Its blocks return objects with tensors in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(WrappingBlock() for _ in range(3))
+
+    def forward(self, x: Any) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return square(x, None)
+
+
+def wrapping() -> Wrapping:
+    torch.manual_seed(2)
+    return Wrapping()
+
+
+def train_wrapping(in_pipeline: bool) -> list[Tensor]:
+    model: nn.Module = wrapping()
+    if in_pipeline:
+        model = PipelineModule(list(wrapping().blocks), num_stages=1, loss_fn=square)
+    engine = make(model)
+    for step in range(3):
+        output = lent(engine, step, engine.global_rank)
+        engine.backward(square(output, None) if in_pipeline else output)
+        engine.step()
+    return list(whole_weights(engine).values())
+
+
+@pytest.mark.parametrize("in_pipeline", [False, True])
+def test_blocks_that_return_objects_get_their_weights_for_the_backward(run_ranks, in_pipeline: bool):
+    wanted = on_one_process(wrapping(), 3, lent, 2)
+    for found in run_ranks(2, train_wrapping, in_pipeline):
+        compare(dict(zip(wanted, found, strict=True)), wanted)
 
 
 # --- Hugging Face's models, as they are
