@@ -5,7 +5,7 @@ The order of the calls need not be known, and may change. What was gathered afte
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
@@ -114,6 +114,10 @@ class BlockUnits:
         self._watch(model.modules() if units.sizes else ())
         declare_deepspeed_attributes(model)
         self._register_deepspeed_module(model)
+
+    def __reduce__(self) -> tuple[Callable[[], BlockUnits], tuple[()]]:
+        """Copy and pickle units as none: the weights of a copied module are its own, and its hooks have nothing to do."""
+        return _no_units, ()
 
     def remove_hooks(self) -> None:
         """Take the hooks out of the model."""
@@ -260,3 +264,9 @@ class BlockUnits:
         running = {unit for unit, number in self._running.items() if number > 0}
         ahead = set() if self._ahead is None else {self._ahead}
         self._units.keep_only(running | self._kept | ahead | set(needed))
+
+
+def _no_units() -> BlockUnits:
+    units = BlockUnits.__new__(BlockUnits)
+    units._needed, units._stack, units.module = defaultdict(tuple), [], nn.Module()
+    return units

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -207,6 +208,10 @@ class Units:
         self._held: dict[int, list[tuple[ShardedWeights, int]]] = {}
         self.live = self.peak = self.live_bytes = self.peak_bytes = self.number = 0
 
+    def __reduce__(self) -> tuple[type[Units], tuple[dict[int, Any]]]:
+        """Copy and pickle units as none: the weights of a copied module are its own."""
+        return Units, ({},)
+
     def elements(self, nbytes: int) -> int:
         """Return how many elements of weights take at most these bytes."""
         return nbytes // max(self._nbytes[unit] // size for unit, size in self.sizes.items())
@@ -273,7 +278,7 @@ class Units:
                 module.register_load_state_dict_pre_hook(partial(self._check_gathered, units, _WRITES))
 
     def _check_gathered(self, units: Sequence[int], what: str, *_: object) -> None:
-        if any(w.state is not WeightState.GATHERED for unit in units for w in self._weights[unit]):
+        if any(w.state is not WeightState.GATHERED for unit in units for w in self._weights.get(unit, ())):
             raise ExecutionError(what)
 
 

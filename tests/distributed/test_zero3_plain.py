@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import warnings
 from collections import Counter
@@ -288,6 +289,31 @@ def test_blocks_that_return_objects_get_their_weights_for_the_backward(run_ranks
     wanted = on_one_process(wrapping(), 3, lent, 2)
     for found in run_ranks(2, train_wrapping, in_pipeline):
         compare(dict(zip(wanted, found, strict=True)), wanted)
+
+
+def copy_model() -> list[float]:
+    """Return how far a copy of the gathered model is from one that was never sharded: its loss, gradients and weights."""
+    engine = make(shuffling())
+    with parallel3d.zero.GatheredParameters(engine.module.parameters()):
+        copied = copy.deepcopy(engine.module)
+    engine.backward(shuffled(engine, 0, engine.global_rank))
+    engine.step()  # which the copy doesn't take part in
+    plain, again = shuffling(), pickle.loads(pickle.dumps(copied))
+    found = []
+    for model in (copied, again):
+        losses = [shuffled(each, 2, 0) for each in (model, plain)]
+        plain.zero_grad()
+        for loss in losses:
+            loss.backward()
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        found += [distance(losses[0].detach(), losses[1].detach()), max(distance(a.grad, b.grad) for a, b in pairs)]
+        found += [max(distance(value, plain.state_dict()[name]) for name, value in model.state_dict().items())]
+    return found
+
+
+def test_a_copy_of_a_gathered_model_is_a_model_of_its_own(run_ranks):
+    for found in run_ranks(2, copy_model):
+        assert max(found) < 1e-6
 
 
 # --- Hugging Face's models, as they are
