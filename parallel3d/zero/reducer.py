@@ -268,18 +268,21 @@ class GradientReducer:
 
         Gradients that are partial over tensor-parallel ranks (few and small: norms, biases) are summed here.
         """
-        works = [
-            all_reduce(bucket.gradient_shard, group)
-            for bucket in self.all_buckets()
-            if (group := self.partial_over(bucket)) is not None
-        ]
-        for work in works:
-            work.wait()
+        self._wait()
+        if not self._finished:
+            groups = [(bucket.gradient_shard, bucket.kind.partial_over) for bucket in self.all_buckets()]
+            works = [all_reduce(shard, group) for shard, group in groups if group is not None]
+            for work in works:
+                work.wait()
         self._finished = True
 
     def partial_over(self, bucket: Bucket) -> Group | None:
-        """Wait for the reductions; return the ranks over which the bucket's gradients are partial, None if they are whole."""
+        """Wait for the reductions; return the ranks over which the bucket's gradients are partial, None if they are whole.
+
+        The caller may write them: squares that the reduction has summed are forgotten.
+        """
         self._wait()
+        self._squares.pop(bucket, None)
         return None if self._finished else bucket.kind.partial_over
 
     def _wait(self) -> None:

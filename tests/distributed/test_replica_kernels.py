@@ -14,6 +14,7 @@ from kernel_stand_ins import GatheredReductions
 from torch import Tensor, nn
 
 import parallel3d
+from parallel3d import utils
 from parallel3d.comm.collectives import DONE, Awaited, Group, Work
 from parallel3d.monitor.steps import StepMonitor
 from parallel3d.pipe import PipelineModule
@@ -105,6 +106,29 @@ def train(stage: int, communication: str, kernels: dict[str, bool], stand_in: bo
         losses.append(engine.train_batch(batches).item())
         norms.append(float(engine.get_global_grad_norm()))
     return losses, norms, calls, [str(w.message) for w in caught if str(w.message).startswith("kernels.")]
+
+
+def write_gradients() -> float:
+    """The norm of gradients that the script writes, between the reductions and the step: 3 and 4, and zeros."""
+    config = {
+        "train_micro_batch_size_per_gpu": SAMPLES,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 1},
+    }
+    engine, *_ = parallel3d.initialize(model=net(), config=config)
+    engine.process_groups.data.use_reduce_scatter(StandIn(engine.process_groups.data))
+    x, y = data(dist.get_rank())[0]
+    engine.backward(nn.functional.mse_loss(engine(x), y))
+    for parameter in engine.module.parameters():
+        written = torch.zeros(parameter.shape)
+        written.view(-1)[:2] = torch.tensor([3.0, 4.0]) if parameter is engine.module[0].weight else 0.0
+        utils.safe_set_full_grad(parameter, written)
+    engine.step()
+    return float(engine.get_global_grad_norm())
+
+
+def test_the_norm_is_of_gradients_that_the_script_has_written(run_ranks) -> None:
+    assert run_ranks(2, write_gradients) == [pytest.approx(5.0)] * 2
 
 
 @pytest.mark.parametrize("stage", [1, 2])
