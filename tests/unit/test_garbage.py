@@ -1,14 +1,20 @@
-"""Objects that exist after the first steps are hidden from the collector, until the next training."""
+"""Objects that exist after the first steps are hidden from the collector, until the next training.
+
+The checks run in Pythons of their own: with torch imported a collection visits a million objects.
+"""
 
 from __future__ import annotations
 
 import gc
+import runpy
+import subprocess
+import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-import pytest
-
-from parallel3d.engine.garbage import STEPS, GarbageFreezer
+GARBAGE = Path(__file__).parents[2] / "parallel3d" / "engine" / "garbage.py"  # imports nothing of the package
 
 
 class Node:
@@ -23,17 +29,10 @@ def num_frozen() -> int:
     return max(gc.get_freeze_count() - 1000, 0)
 
 
-@pytest.fixture(autouse=True)
-def _thawed() -> Iterator[None]:
-    gc.unfreeze()
-    yield
-    gc.freeze()  # as it was: other tests need visit nothing that was imported
-
-
-def test_what_stands_is_frozen_after_the_first_steps_and_what_comes_later_is_not() -> None:
+def freeze_what_stands(GarbageFreezer: Any, STEPS: Any, **_: Any) -> None:
     freezer = GarbageFreezer(True)
     counts = []
-    for _ in range(STEPS[-1] + 2):
+    for _step in range(STEPS[-1] + 2):
         freezer.after_step()
         counts.append(num_frozen())
     assert [count > 0 for count in counts] == [step >= STEPS[0] for step in range(1, len(counts) + 1)]
@@ -44,9 +43,9 @@ def test_what_stands_is_frozen_after_the_first_steps_and_what_comes_later_is_not
     assert later() is None
 
 
-def test_the_next_training_collects_what_the_last_one_left() -> None:
+def train_again(GarbageFreezer: Any, STEPS: Any, **_: Any) -> None:
     freezer, node = GarbageFreezer(True), Node()
-    for _ in range(STEPS[-1]):
+    for _step in range(STEPS[-1]):
         freezer.after_step()
     reference = weakref.ref(node)
     del node
@@ -57,9 +56,9 @@ def test_the_next_training_collects_what_the_last_one_left() -> None:
     assert num_frozen() == 0
 
 
-def test_nothing_is_frozen_unless_asked_for() -> None:
+def do_not_ask(GarbageFreezer: Any, STEPS: Any, **_: Any) -> None:
     freezer = GarbageFreezer(False)
-    for _ in range(STEPS[-1]):
+    for _step in range(STEPS[-1]):
         freezer.after_step()
     assert num_frozen() == 0
     gc.freeze()
@@ -67,3 +66,24 @@ def test_nothing_is_frozen_unless_asked_for() -> None:
     assert num_frozen() > 0, "somebody else's"
     GarbageFreezer(True)
     assert num_frozen() == 0
+
+
+def run_alone(check: Callable[..., None]) -> None:
+    done = subprocess.run([sys.executable, __file__, check.__name__], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_stands_is_frozen_after_the_first_steps_and_what_comes_later_is_not() -> None:
+    run_alone(freeze_what_stands)
+
+
+def test_the_next_training_collects_what_the_last_one_left() -> None:
+    run_alone(train_again)
+
+
+def test_nothing_is_frozen_unless_asked_for() -> None:
+    run_alone(do_not_ask)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](**runpy.run_path(str(GARBAGE)))
