@@ -89,7 +89,7 @@ if __name__ == "__main__":
     dynamic_rendezvous.get_method_name = str
     del sys.argv[0]
     if importlib.util.find_spec("deepspeed") is not None:
-        forget(["accelerate", "transformers", "peft"])
+        forget(["accelerate", "transformers", "peft", "warm_transformers"])
     while sys.argv[0] == "--import":
         importlib.import_module(sys.argv[1])
         del sys.argv[:2]

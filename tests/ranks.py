@@ -18,11 +18,16 @@ from multiprocessing.connection import Connection, wait
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import torch
+import torch._dynamo.guards
 import torch.distributed as dist
 
 from parallel3d.comm.environment import destroy_process_group
 from parallel3d.errors import Parallel3DError
+
+# The compiler measures how long each graph's guards take, with the processor's caches flushed: 20 ms of no use to tests.
+torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
 
 class RankError(AssertionError):
@@ -88,7 +93,7 @@ def preloaded() -> list[str]:
     """Return the modules that the fork server imports."""
     names = ["torch", "torch._dynamo", "parallel3d.parity.check", "pytest", "ranks"]
     if not torch.backends.cuda.is_built():  # these look for CUDA, which no fork can use after that
-        names += ["torch._inductor.compile_fx", "transformers.models.llama.modeling_llama", "peft", "sklearn.datasets"]
+        names += ["torch._inductor.compile_fx", "warm_transformers", "sklearn.datasets"]
     return names
 
 
@@ -96,7 +101,9 @@ def warm_context() -> multiprocessing.context.ForkServerContext:
     """Return the context of processes that have imported what takes long, by one server."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(preloaded())
-    forkserver._forkserver.ensure_running()  # before anything else starts it without these
+    with pytest.MonkeyPatch.context() as patch:  # the server isn't told sys.path, and leaves out what it doesn't find
+        patch.setenv("PYTHONPATH", os.path.dirname(__file__), prepend=os.pathsep)
+        forkserver._forkserver.ensure_running()  # before anything else starts it without these
     return context
 
 

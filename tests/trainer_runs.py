@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.metadata
 import json
 import os
 import socket
@@ -11,7 +10,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Sequence
-from functools import cache, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +126,7 @@ def run_jobs(directory: Path, module: str, *jobs: Job, cuda: bool = False) -> li
             job = subprocess.run(started, env=environment, capture_output=True, text=True, timeout=600, check=False)
             assert job.returncode == 0, job.stderr
     else:
-        imports = "transformers.trainer", "transformers.models.llama.modeling_llama", "peft"
+        imports = "warm_transformers", "transformers.trainer"
         first, *others = commands
         words = [*first, *(word for command in others for word in (THEN, *command))]
         run_launcher(directory, *words, imports=imports, environment=environment, timeout=600)
@@ -251,7 +250,6 @@ def main(model: str, out: str, found_file: str, configs: str, *not_resumed: str)
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    importlib.metadata.metadata = cache(importlib.metadata.metadata)  # accelerate reads it a thousand times
     found = {}
     for name, config in json.loads(configs).items():
         directory, kind = Path(out) / name, name.partition(",")[0]

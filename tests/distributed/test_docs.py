@@ -171,7 +171,7 @@ def test_the_code_of_the_guide_to_hugging_face_runs(tmp_path: Path):
     (before, after), script = TRANSFORMERS, tmp_path / "guide.py"
     script.write_text("\nforget_state()\n".join([IMPORTS + before, *blocks(DOCS / "huggingface.md", "python"), after]))
     torchrun = "torch.distributed.run", "--standalone", "--nproc_per_node", "2"
-    imports = "transformers.trainer", "transformers.models.llama.modeling_llama", "peft"
+    imports = "warm_transformers", "transformers.trainer"
     run_launcher(tmp_path, *torchrun, str(script), imports=imports, environment=environment_of(tmp_path))
 
 
