@@ -102,6 +102,24 @@ def what_is_said(plant: str, schedule: str) -> str:
     return str(caught.value)
 
 
+def compiled_layers_say() -> str:
+    layers = [LayerSpec(nn.Sequential, nn.Linear(4, 4)) for _ in range(2)]
+    module = PipelineModule(layers, num_stages=1, loss_fn=mean_square)
+    compiling = {"enabled": True, "backend": "eager"}
+    engine = parallel3d.initialize(model=module, config=config_of("1f1b", compile=compiling))[0]
+    engine.train_batch(iter(batches()))
+    with torch.no_grad():
+        module.layers["1"][0].weight[0, 0] = float("nan")
+    with pytest.raises(NumericsError) as caught:
+        engine.train_batch(iter(batches()))
+    return str(caught.value)
+
+
+def test_values_of_compiled_layers_are_checked(run_ranks):
+    (said,) = run_ranks(1, compiled_layers_say)
+    assert "F0@0: NumericsError: NaN in the output of layers.1.0 (Linear) (2 of 8 values, the first at [0, 0])" in said
+
+
 # Micro-batch 1 of the second step is each layer's forward number 5.
 PLACES = {
     "input": "F1@0: NumericsError: NaN in the output of layers.2.inner (Linear) (8 of 8 values, the first at [0, 0])",

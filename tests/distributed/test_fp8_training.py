@@ -83,7 +83,7 @@ def train_whole(steps: int, by_calls: bool, fp8: dict[str, Any]) -> list[float]:
         "gradient_accumulation_steps": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 5e-3}},
         "bf16": {"enabled": True},
-        "check_numerics": True,
+        "check_numerics": not by_calls,  # each check breaks a graph
         "steps_per_print": None,
         "fp8": fp8,
         "compile": {"enabled": by_calls, "backend": "eager"},
