@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from itertools import product
 
 import pytest
@@ -80,10 +81,11 @@ def timed(times: tuple[float, float, float], seconds: Sequence[float]) -> list[O
 def shortest_of_all(layers: LayerOptions, num_micro_batches: int, max_in_flight: float) -> dict[tuple[str, ...], float]:
     """Length of the plan for each assignment of policies that fits."""
     lengths = {}
+    plan_of = cache(partial(make_plan, layers.placement, num_micro_batches))  # many assignments measure the same
     for chosen in product(*layers.options):
         policies = tuple(option.policy for option in chosen)
         measured, others = layers.measure(policies, max_in_flight)
-        plan = make_plan(layers.placement, num_micro_batches, measured)
+        plan = plan_of(measured)
         if all(held + other <= layers.budget for held, other in zip(plan.held, others, strict=True)):
             lengths[policies] = plan.makespan
     return lengths
