@@ -53,16 +53,12 @@ def log_of(settings: dict[str, Any], stage: int = 1) -> tuple[dict[Any, int], di
     }
     engine, *_ = parallel3d.initialize(model=nn.Linear(8, 8), config=config)
     LOG.seconds.clear()
-    try:
-        with Made() as made, redirect_stdout(StringIO()) as printed:
-            for _ in range(2):
-                engine.backward(engine(torch.ones(4, 8, device=engine.device)).square().mean())
-                engine.step()
-            counts = {(name, nbytes): count for (name, nbytes), count in made.counts.items() if name != "allgather_"}
-            logged = {(kind, nbytes): len(seconds) for (kind, nbytes, _), seconds in LOG.seconds.items()}
-        with redirect_stdout(printed):
-            log_summary(show_straggler=True)
-    finally:
-        LOG.settings = None
-        LOG.seconds.clear()
+    with Made() as made, redirect_stdout(StringIO()) as printed:
+        for _ in range(2):
+            engine.backward(engine(torch.ones(4, 8, device=engine.device)).square().mean())
+            engine.step()
+        counts = {(name, nbytes): count for (name, nbytes), count in made.counts.items() if name != "allgather_"}
+        logged = {(kind, nbytes): len(seconds) for (kind, nbytes, _), seconds in LOG.seconds.items()}
+    with redirect_stdout(printed):
+        log_summary(show_straggler=True)
     return logged, counts, printed.getvalue()

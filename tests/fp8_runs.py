@@ -232,11 +232,7 @@ def compare(pipelined: bool, compiled: bool, device: str = "cpu") -> set[int]:
     for stage in (2, 3):
         zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
         compiling = {"enabled": compiled, "backend": "aot_eager" if device == "cpu" else "inductor"}
-        try:
-            runs.append(train(blocks, pipelined, device, zero_optimization=zero, compile=compiling))
-        finally:
-            LOG.settings = None  # for what runs in this process later
-            LOG.seconds.clear()
+        runs.append(train(blocks, pipelined, device, zero_optimization=zero, compile=compiling))
     (losses, weights, _), (own_losses, own_weights, gathered) = runs
     assert own_losses == losses
     assert len(set(losses)) == len(losses)

@@ -24,6 +24,7 @@ import torch._dynamo.guards
 import torch.distributed as dist
 
 from parallel3d.comm.environment import destroy_process_group
+from parallel3d.comm.log import LOG
 from parallel3d.errors import Parallel3DError
 
 # The compiler measures how long each graph's guards take, with the processor's caches flushed: 20 ms of no use to tests.
@@ -57,6 +58,8 @@ def _worker(connection: Connection, port: int, device: str, folder: str, test_pr
     with suppress(EOFError, ConnectionError):  # the pool is closed
         while True:
             _take_part(connection, store, device)
+            LOG.settings = None  # an engine's log goes on with those after it
+            LOG.seconds.clear()
             gc.collect()  # engines are in cycles, and each of gloo's threads that they keep wakes up 100 times a second
             if len(sys.modules) > num_modules:  # what was imported since stays too
                 num_modules = len(sys.modules)
