@@ -92,11 +92,13 @@ def use_scripts_names(directory: Path) -> list[bool]:
     state = engine.module_state_dict()
     model.other_name = model.first  # frozen by either name
     trained = engine.module_state_dict(exclude_frozen_parameters=True)
+    named = engine.module_state_dict({}, "own.", exclude_frozen_parameters=True)
     del model.other_name
     engine.save_fp16_model(directory)
     return [
         engine.get_lr() == [0.25],
         state.keys() == model.state_dict().keys(),
+        [f"own.{name}" for name in trained] == list(named),
         trained.keys() == {"last.weight", "last.bias"} and torch.equal(trained["last.weight"], model.last.weight),
         dist.get_world_size(engine.data_parallel_group) == 2,
         load_file(directory / "model.safetensors").keys() == state.keys(),
@@ -106,7 +108,7 @@ def use_scripts_names(directory: Path) -> list[bool]:
 
 def test_scripts_find_deepspeeds_other_names(run_ranks, tmp_path: Path):
     for found in run_ranks(2, use_scripts_names, tmp_path):
-        assert found == [True] * 6
+        assert found == [True] * 7
 
 
 def sum_gradients(stage: int, clipping: float) -> list[Tensor]:
