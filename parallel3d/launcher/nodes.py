@@ -214,7 +214,7 @@ def _wait(
         time.sleep(_LOOK_S)
     if not failed and len(codes) == len(started) and 0 in codes.values():
         return 0
-    return failed[0] if failed else next((abs(code) for code in codes.values()), 1)
+    return failed[0] if failed else next((code if code > 0 else 128 - code for code in codes.values() if code), 1)
 
 
 def _end(started: Sequence[tuple[Starter, subprocess.Popen[bytes]]]) -> None:

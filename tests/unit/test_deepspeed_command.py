@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -138,6 +139,29 @@ def test_several_hosts_are_started_by_ssh_with_this_one_s_folder_and_environment
     assert {row[4] for row in found} == {"read"}
     options = "-o BatchMode=yes -o ServerAliveInterval=5 -o ServerAliveCountMax=3"
     assert (tmp_path / "asked").read_text() == f"-T -p 2222 {options} elsewhere.invalid sh -s\n"
+
+
+@pytest.mark.parametrize(
+    ("scripts", "expected"),
+    [
+        (["exit 0", "kill -KILL $$", "exec sleep 600"], 128 + signal.SIGKILL),
+        (["exit 0", "exit 255", "exec sleep 600"], 255),
+        (["kill -KILL $$"], 128 + signal.SIGKILL),
+        (["kill -KILL $$", "exit 3"], 3),
+        (["kill -KILL $$", "exit 0"], 0),
+    ],
+)
+def test_exit_code_when_hosts_are_lost(monkeypatch: pytest.MonkeyPatch, scripts: list[str], expected: int):
+    """A job is a success only if all hosts that are not lost have ended, and well."""
+    monkeypatch.setattr(nodes, "_ALONE_S", 0.5)
+    started = []
+    for index, script in enumerate(scripts):
+        starter = nodes.Starter(f"host-{index}", ["sh", "-c", script], script)
+        started.append((starter, subprocess.Popen(starter.command, stdin=subprocess.PIPE)))
+    assert nodes._wait(started, 0, None) == expected
+    for _, process in started:
+        process.kill()
+        process.communicate()
 
 
 def test_what_mpirun_and_srun_start(
