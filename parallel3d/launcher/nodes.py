@@ -27,7 +27,7 @@ LOCAL = "localhost"
 ENVIRONMENT_FILES = (os.environ.get("DS_ENV_FILE", ".deepspeed_env"), ".parallel3d_env")
 """Files of a user, at home or in the working directory, with lines NAME=VALUE for the environment of all hosts."""
 
-_PASSED_ON = ("CUDA_", "GLOO_", "MLFLOW", "NCCL", "OMP_", "PARALLEL3D_", "PYTHON", "TORCH_", "UCX")
+_PASSED_ON = tuple("CUDA_ GLOO_ LD_LIBRARY MLFLOW NCCL OMP_ PARALLEL3D_ PATH PYTHON TORCH_ UCX".split())
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _BY_SSH = ("ssh", "pdsh")
 _LOST = 255

@@ -164,6 +164,15 @@ def test_exit_code_when_hosts_are_lost(monkeypatch: pytest.MonkeyPatch, scripts:
         process.communicate()
 
 
+def test_all_hosts_look_for_programs_and_libraries_in_the_same_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As DeepSpeed's launcher has it: without them an ssh has those of a shell that reads no profile."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/nccl plugin")
+    found = nodes.exports()
+    assert (found["PATH"], found["LD_LIBRARY_PATH"]) == (os.environ["PATH"], "/opt/nccl plugin")
+
+
 def test_what_mpirun_and_srun_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
