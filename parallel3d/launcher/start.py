@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -131,6 +132,8 @@ def check_devices(options: argparse.Namespace, slots: list[int], devices: int) -
     """
     if not (options.module or options.no_python or os.path.exists(options.user_script)):
         raise ConfigError(f"there is no script {options.user_script!r} in {os.getcwd()}")
+    if options.no_python and shutil.which(options.user_script) is None:
+        raise ConfigError(f"there is no program {options.user_script!r} on PATH or in {os.getcwd()}")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
     on_gpus = devices > 0 and options.num_procs is None
     # DeepSpeed's command then starts CPU processes.

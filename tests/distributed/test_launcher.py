@@ -156,6 +156,7 @@ def test_terminal_and_standard_input_are_the_launchers(reports: list[dict]) -> N
         (["--num_gpus", "8", "s.py"], "--num_gpus 8, but the number of CUDA devices present is 2"),
         (["--master_port", "65536", "s.py"], "not a port"),
         (["missing.py"], "there is no script 'missing.py' in "),
+        (["--no_python", "missing-program"], "there is no program 'missing-program' on PATH"),
         (["--num_procs", "2"], "nothing to run: name a script"),
     ],
 )
