@@ -149,7 +149,15 @@ def parse_json(text: str, name: Path | str) -> object:
 
 def parse_hjson(text: str, name: Path | str) -> object:
     """Return the value of a JSON text, with comments if it isn't long. Raises ConfigError, which begins with `name`."""
-    return _parse_json(hjson.loads if len(text) <= _MOST_HJSON else json.loads, text, name)
+    return _parse_json(_load_hjson if len(text) <= _MOST_HJSON else json.loads, text, name)
+
+
+def _load_hjson(text: str, **hooks: Any) -> object:
+    """Parse JSON first: of the Infinity that json.dump writes Hjson would make a text, with what follows on its line."""
+    try:
+        return json.loads(text, **hooks)
+    except json.JSONDecodeError:
+        return hjson.loads(text, **hooks)
 
 
 def _parse_json(loads: Callable[..., object], text: str, name: Path | str) -> object:

@@ -416,3 +416,11 @@ def test_a_pipeline_is_read_before_autos_elsewhere_are_filled():
     assert load_sections(config, "pipeline") is config
     with pytest.raises(ConfigError, match=r"unknown key 'pipeline.stage'"):
         load_sections({"pipeline": {"stage": 3}}, "pipeline")
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_what_json_dump_writes_is_read(tmp_path: Path, indent: int | None):
+    """Accelerate sets steps_per_print to infinity, which json.dump writes as Infinity."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"steps_per_print": float("inf"), "train_batch_size": 8}, indent=indent))
+    assert load(path) == Config(steps_per_print=None, train_batch_size=8)
