@@ -361,6 +361,7 @@ class DeepSpeedEngine(WritingEngine):
 
         Keys and values are kept: each step runs the new token alone. Collective. Raises ConfigError on all ranks.
         """
+        self.reports.monitor.pause()
         together = self.update.policy.stage == 3 and self.dp_world_size > 1
         if self.module is not self.pipeline_module:
             own: Any = self.module

@@ -177,6 +177,7 @@ class StepMonitor:
         self._offset: float | None = None
         # When values were due last, and the step and the samples so far.
         self._printed = (0.0, -1, 0)
+        self._paused: float | None = None  # when an evaluation or a save began after the last step
         self.values: dict[str, float] = {}
         self._forward_flops: float | None = None  # of this rank in one step, once they are counted
         # Tokens of this rank's inputs in the current step, since values were due, and in the step of _forward_flops.
@@ -199,8 +200,22 @@ class StepMonitor:
         wanted = self._peak_flops is not None and (self._every is not None or self._logs)
         return wanted and self._forward_flops is None and self._steps > 0 and not self.profiles
 
+    def pause(self) -> None:
+        """Leave the time from now to the next step's begin out of the speed, unless a step is under way."""
+        if self._paused is None and self._step is None and self._printed[1] >= 0:
+            self._paused = self._now()
+
+    def _now(self) -> float:
+        """Return the time at which the device has done what was launched."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.monotonic()
+
     def begin(self, step: int, samples: int) -> None:
         """Begin a step, counted from 1. samples: trained on so far."""
+        if self._paused is not None:
+            when, last_step, last_samples = self._printed
+            self._printed, self._paused = (when + self._now() - self._paused, last_step, last_samples), None
         self.profiles = self._next
         due = self.prints(step) or self._every is None
         is_recorded = "time" in self.profiles or (self._times and due) or (self._logs and self.prints(step))

@@ -4,6 +4,7 @@ import io
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,17 +13,17 @@ import torch
 from torch import nn
 
 import parallel3d
-from parallel3d.monitor import progress
+from parallel3d.monitor import progress, steps
 
 SAMPLES, TOKENS, WORDS, WIDTH, PEAK = 2, 8, 16, 4, 1e9
 
 
-def train(steps: int, **config: Any) -> None:
+def train(number: int, **config: Any) -> None:
     """Train a bigram model, whose forward is one product of [tokens, width] x [width, words]."""
     model = nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS))
     config = {"train_batch_size": SAMPLES, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **config}
     engine = parallel3d.initialize(model=model, config={"monitor": {"peak_flops": PEAK}, **config})[0]
-    for _ in range(steps):
+    for _ in range(number):
         engine.backward(engine(torch.zeros(SAMPLES, TOKENS, dtype=torch.int64)).square().mean())
         engine.step()
 
@@ -38,6 +39,37 @@ def test_a_steps_line_has_tokens_and_mfu(capsys: pytest.CaptureFixture[str], com
         assert float(tokens) * float(seconds) == pytest.approx(SAMPLES * TOKENS, rel=1e-3)
         flops = 3 * 2 * SAMPLES * TOKENS * WIDTH * WORDS
         assert float(mfu) / 100 == pytest.approx(flops / (float(seconds) * PEAK), rel=1e-3, abs=6e-4)
+
+
+def test_evaluations_and_saves_between_steps_do_not_slow_the_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """As in DeepSpeed; what the script does itself between the steps counts."""
+    now = [0.0]
+    monkeypatch.setattr(steps, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    config = {"train_batch_size": SAMPLES, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "steps_per_print": 2}
+    engine = parallel3d.initialize(model=nn.Linear(WIDTH, WIDTH), config=config)[0]
+    x = torch.zeros(SAMPLES, WIDTH)
+    found = []
+    for step in range(8):
+        loss = engine(x).mean()
+        now[0] += 1
+        if step == 7:
+            engine.eval()  # within a step it is part of it
+            now[0] += 10
+            engine.train()
+        engine.backward(loss)
+        engine.step()
+        found.append(engine.reports.monitor.values.get("seconds_per_step"))
+        if step == 2:
+            engine.eval()
+            engine(x)
+            now[0] += 100
+            engine.train()
+        elif step == 3:
+            engine.save_checkpoint(tmp_path)
+            now[0] += 100
+        elif step == 5:
+            now[0] += 4
+    assert found[1::2] == [1.0, 1.0, 1.0, (1 + 1 + 4 + 10) / 2]
 
 
 def test_a_terminal_has_a_bar_instead_of_lines(monkeypatch: pytest.MonkeyPatch):
