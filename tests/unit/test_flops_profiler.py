@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -107,3 +109,22 @@ def test_an_engine_profiles_the_step_that_the_configuration_names(tmp_path: Path
     assert f"FLOPs profile of step 1, on this rank\nparameters {PARAMETERS:.2f} , FLOPs {flops / 1e3:.2f} K" in (
         file.read_text()
     )
+
+
+def test_nothing_is_imported_while_the_forwards_are_timed():
+    """As torch's counter would at its first operator in a process, for a second."""
+    script = """
+import sys
+import torch
+from parallel3d.deepspeed.profiling.flops_profiler import FlopsProfiler
+model, x = torch.nn.Linear(4, 4), torch.ones(1, 4)
+profiler = FlopsProfiler(model)
+profiler.start_profile()
+before = set(sys.modules)
+model(x)
+imported = set(sys.modules) - before
+profiler.stop_profile()
+print(sorted(imported), profiler.get_total_flops())
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ended.stdout == "[] 32\n"

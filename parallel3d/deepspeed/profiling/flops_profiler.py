@@ -66,6 +66,8 @@ class FlopsProfiler:
         """Begin to count; not what forwards of modules of the classes in ignore_list do."""
         self.reset_profile()
         self._ignored = set(ignore_list or ())
+        with FlopCounterMode(display=False):  # its first operator in a process imports for a second
+            torch.relu(torch.empty(0))
         for name, module in self._modules.items():
             self._watch(name, module)
         self._duration = -_now()
