@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import parallel3d
 from parallel3d.deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
@@ -128,3 +129,20 @@ print(sorted(imported), profiler.get_total_flops())
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert ended.stdout == "[] 32\n"
+
+
+def test_a_profile_that_is_begun_anew_or_ended_without_a_stop_leaves_nothing_behind(tmp_path: Path):
+    counted, file = model(), tmp_path / "profile"
+    profiler = FlopsProfiler(counted)
+    profiler.start_profile()
+    profiler.start_profile()
+    counted(torch.ones(ROWS, IN))
+    profiler.stop_profile()
+    profiler.stop_profile()
+    profiler.print_model_profile(output_file=file)
+    assert profiler.get_total_flops() == FIRST + SECOND
+    assert f"depth 0: Sequential {(FIRST + SECOND) / 1e3:.2f} KFLOPS" in file.read_text()
+    profiler.start_profile()
+    profiler.end_profile()
+    assert not any(module._forward_hooks for module in counted.modules())
+    assert not _get_current_dispatch_mode_stack()

@@ -55,7 +55,8 @@ class FlopsProfiler:
         self.reset_profile()
 
     def reset_profile(self) -> None:
-        """Forget what was counted."""
+        """Forget what was counted, and end the count if it runs."""
+        self.stop_profile()
         self._forwards: dict[str, tuple[int, float]] = {}  # FLOPs and seconds
         self._running: list[tuple[int, float]] = []  # the counts at which the forwards that run now began
         self._counter = FlopCounterMode(display=False)
@@ -74,7 +75,9 @@ class FlopsProfiler:
         self._counter.__enter__()
 
     def stop_profile(self) -> None:
-        """End the count."""
+        """End the count, if it runs."""
+        if not self._hooks:
+            return
         self._counter.__exit__(None, None, None)
         self._duration += _now()
         for hook in self._hooks:
