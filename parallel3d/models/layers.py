@@ -269,13 +269,23 @@ class TokenEmbedding(DecoderLayer):
         check_tokens(inputs, self.config.vocab_size)
 
     def forward(self, inputs: Tensor | dict[str, Tensor | None]) -> Travels:
-        """Embed tokens. Raises DataError for unknown keys, and for more positions than there are learned ones."""
+        """Embed tokens.
+
+        Raises DataError for unknown keys, for a mask [batch, heads, seq, seq] that isn't of bools or integers, and for more
+        positions than there are learned ones.
+        """
         given = {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
         ids, mask, positions = (given.pop(key, None) for key in ("input_ids", "attention_mask", "position_ids"))
         if given or ids is None:
             raise DataError(
                 f"the inputs of a decoder are token ids, or a dict of input_ids, attention_mask and position_ids, "
                 f"not {inputs!r}"
+            )
+        if mask is not None and mask.dim() == 4 and mask.is_floating_point():
+            # Transformers adds such a mask to the scores: its zeros attend.
+            raise DataError(
+                f"attention_mask {list(mask.shape)} is of {mask.dtype}; give bools, True where a position attends: mask == 0 "
+                "of a mask that is added to the scores"
             )
         hidden = self.tokens(ids)
         if self.config.embedding_scale != 1:

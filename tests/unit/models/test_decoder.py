@@ -220,7 +220,12 @@ def test_dropout_acts_in_training_alone():
 
 @pytest.mark.parametrize(
     ("inputs", "told"),
-    [({"ids": torch.zeros(1, 2)}, "input_ids"), (torch.zeros(1, 65, dtype=torch.long), "max_positions is 64")],
+    [
+        ({"ids": torch.zeros(1, 2)}, "input_ids"),
+        (torch.zeros(1, 65, dtype=torch.long), "max_positions is 64"),
+        # Transformers adds it to the scores; as bools, it would hide what attends.
+        ({"input_ids": torch.zeros(1, 2, dtype=torch.long), "attention_mask": torch.zeros(1, 1, 2, 2)}, "give bools"),
+    ],
 )
 def test_inputs_that_fit_no_decoder(inputs: Any, told: str):
     module = PipelineModule(from_hf(make_model("gpt2")), num_stages=1)
