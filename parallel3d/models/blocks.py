@@ -37,7 +37,7 @@ from parallel3d.specs import LayerSpec, TiedLayerSpec
 from parallel3d.tensor_parallel.dropout import SlicedDropout
 from parallel3d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, column_outputs
 from parallel3d.tensor_parallel.regions import sum_gradients_over
-from parallel3d.tensor_parallel.slicing import AttentionHeads
+from parallel3d.tensor_parallel.slicing import AttentionHeads, cut
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -161,6 +161,7 @@ class Attention(_Residual):
         self.attention_dropout = SlicedDropout(
             config.attention_dropout, config.num_heads, dim=-3, segments=whole_heads, **sharding.of_dropout
         )
+        self._own_heads = cut(config.num_heads, whole_heads, sharding.group.size).slicing(1, sharding.group.index)
         self._window = config.window(self._layer)
         super()._make()
 
@@ -176,6 +177,8 @@ class Attention(_Residual):
         dtype, seen = autocast_dtype(hidden) or hidden.dtype, 0 if self._past is None else self._past.seen
         rotation = self._tables.rotary(seq, dtype, device, position_ids) if self.config.rope is not None else None
         causal = self._tables.causal(seq, device, self._window, attention_mask, position_ids, seen)
+        if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.shape[1] > 1:
+            attention_mask = self._own_heads.part_of(attention_mask)
         return rotation, causal, attention_mask
 
     def _mixed(self, hidden: Tensor, length: int | None, *of_tables: Any) -> tuple[Tensor, Tensor]:

@@ -347,3 +347,25 @@ def test_a_pipelines_frozen_weights_can_be_left_out(run_ranks, tmp_path):
     first, other = run_ranks(2, weights_without_frozen, str(tmp_path))
     assert other is None
     assert first == sorted(name for name, _ in make_model("llama").named_parameters() if "norm" in name)
+
+
+def masks_of_heads() -> dict[str, Tensor]:
+    """Return inputs in which each head of each sequence attends to some of the positions before a position."""
+    chosen = torch.rand(BATCH, 4, SEQ, SEQ, generator=torch.Generator().manual_seed(3)) > 0.4
+    mask = (chosen | torch.eye(SEQ, dtype=torch.bool)) & torch.ones(SEQ, SEQ, dtype=torch.bool).tril()
+    return {"input_ids": token_ids(BATCH, SEQ), "attention_mask": mask}
+
+
+def logits_under_masks_of_heads(source: str) -> Tensor:
+    module = PipelineModule(from_hf(source), num_stages=1, config={"tensor_parallel": {"size": 2}}).eval()
+    with torch.no_grad():
+        logits: Tensor = module(masks_of_heads()).whole()
+    return logits
+
+
+def test_each_tensor_parallel_rank_takes_the_masks_of_its_heads(run_ranks, tmp_path):
+    model = save_model(tmp_path, "llama")
+    with torch.no_grad():
+        wanted = model(**masks_of_heads()).logits
+    for logits in run_ranks(2, logits_under_masks_of_heads, str(tmp_path)):
+        torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5)
