@@ -29,7 +29,6 @@ from parallel3d.pipe.splitting import LayerSplitter, make_sample
 from parallel3d.pipe.ties import (
     TieIndex,
     broadcast_tied,
-    refuse_untied_sharing,
     share_tied_parameters,
     tied_parameters,
 )
@@ -173,9 +172,7 @@ class PipelineModule(nn.Module):
 
     def _build_layers(self, layers: Sequence[Layer], seed: int, context: BuildContext) -> None:
         """Build the layers of this rank's chunks, each with its own seed, and share what ties join."""
-        part_of = self.partition.part_of
-        self._ties = TieIndex(layers, part_of)
-        refuse_untied_sharing(layers, self._ties, part_of)
+        self._ties = TieIndex(layers, self.partition.part_of)
         self.layers = nn.ModuleDict()
         self.calls = LayerCalls(self.settings.activation_checkpoint_interval)
         policy_of = policy_rule(self.settings.checkpointable_layers, self.policies, self.layer_names)

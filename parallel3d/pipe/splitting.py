@@ -36,6 +36,7 @@ from parallel3d.pipe.policies import (
     trace_policies,
 )
 from parallel3d.pipe.settings import BuildSettings
+from parallel3d.pipe.ties import TieIndex, given_parameters, refuse_untied_sharing
 from parallel3d.rng import generator_states, set_generator_states
 from parallel3d.schedule.auto import Measured
 from parallel3d.schedule.builders import build, placement_of
@@ -80,6 +81,7 @@ class LayerSplitter:
         repeats, names = settings.activation_checkpoint_interval > 0, [layer_name(layer) for layer in layers]
         policies = policy_rule(settings.checkpointable_layers, settings.checkpoint_policy, names)
         self._parameters: list[list[nn.Parameter]] = []
+        self._given: list[dict[str, nn.Parameter]] = []
         built: list[tuple[LayerSpec, nn.Module]] = []  # of specs that build alike, one blueprint
         for k, layer in enumerate(layers):
             spec = layer if isinstance(layer, LayerSpec) else None
@@ -87,6 +89,7 @@ class LayerSplitter:
             if module is None:
                 module = blueprint(layer, context, k)
                 built += [] if spec is None else [(spec, module)]
+            self._given.append(given_parameters(layer, module))
             self._parameters.append([p if module is layer else _on_meta(p) for p in module.parameters()])
             shown = module if isinstance(layer, (LayerSpec, nn.Module)) else layer
             self._policies.append(policies(k, shown) if repeats else "none")
@@ -113,6 +116,7 @@ class LayerSplitter:
             limit=None if settings.max_stage_bytes is None else self._limit(settings.max_stage_bytes, config),
             step=partial(step_length, load_sections(config, "pipeline").pipeline, *shape),
         )
+        refuse_untied_sharing(self._given, TieIndex(self._layers, partition.part_of), partition.part_of)
         return partition, *self._choose_policies(partition, config)
 
     def _choose_policies(self, partition: Partition, source: Source) -> tuple[Policies, Measured | None]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from parallel3d.comm.collectives import Group, all_gather_object, broadcast
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.errors import PartitionError
 from parallel3d.parameters import ParameterInfo
-from parallel3d.specs import Layer, TiedLayerSpec
+from parallel3d.specs import Layer, LayerSpec, TiedLayerSpec
 
 
 class TieIndex:
@@ -170,16 +171,37 @@ def _check_copies(stages: Sequence[Mapping[str, tuple[tuple[int, ...], str]]], p
             raise PartitionError(f"the copies of tied parameter {name} differ: {kinds}; make them alike")
 
 
-def refuse_untied_sharing(layers: Sequence[Layer], ties: TieIndex, part_of: Callable[[int], int]) -> None:
+def given_parameters(layer: Layer, module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters, by all their names, that `module`, the layer as it is built, has and didn't make itself.
+
+    They are those of a layer that is a module, and of a spec those in its arguments.
+    """
+    named = dict(module.named_parameters(remove_duplicate=False))
+    if not isinstance(layer, LayerSpec):
+        return named
+    arguments = tree_leaves((layer.module_args, layer.module_kwargs))
+    outside = {p for leaf in arguments if isinstance(leaf, nn.Module) for p in leaf.parameters()}
+    outside |= {leaf for leaf in arguments if isinstance(leaf, nn.Parameter)}
+    return {name: parameter for name, parameter in named.items() if parameter in outside}
+
+
+def refuse_untied_sharing(
+    given: Sequence[Mapping[str, nn.Parameter]], ties: TieIndex, part_of: Callable[[int], int]
+) -> None:
     """Raise PartitionError for different modules on different chunks that share a parameter.
 
     No tie adds up their gradients, so the copies would drift apart.
+
+    given: see given_parameters, of each layer.
     """
-    holder: dict[nn.Parameter, int] = {}
-    for k, layer in enumerate(layers):
-        for parameter in layer.parameters() if isinstance(layer, nn.Module) else ():
-            j = holder.setdefault(parameter, k)
-            if ties.builder[j] != ties.builder[k] and part_of(j) != part_of(k):
+    holder: dict[nn.Parameter, tuple[int, set[tuple[int, str]]]] = {}
+    for k, named in enumerate(given):
+        origins: dict[nn.Parameter, set[tuple[int, str]]] = {}
+        for name, parameter in named.items():
+            origins.setdefault(parameter, set()).add(ties.origin(ties.builder[k], name))
+        for parameter, own in origins.items():
+            j, other = holder.setdefault(parameter, (k, own))
+            if own.isdisjoint(other) and part_of(j) != part_of(k):
                 raise PartitionError(
                     f"layers {j} and {k} share a parameter but lie on chunks {part_of(j)} and {part_of(k)}; "
                     "use TiedLayerSpec for both"

@@ -234,10 +234,27 @@ def attributes_are_not_equally_many() -> str:
     return refused([one, *middle(), two], 1)
 
 
-def modules_share(num_stages: int) -> str | None:
-    layers = [nn.Linear(4, 4) for _ in range(4)]
-    layers[3].weight = layers[0].weight
-    if num_stages > 1:
+class Part(nn.Module):
+    """A layer around a module that a script's own model has."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def modules_share(num_stages: int, kind: type[LayerSpec] | None) -> str | None:
+    modules = [nn.Linear(4, 4) for _ in range(4)]
+    modules[3].weight = modules[0].weight
+    layers: list = modules
+    if kind is LayerSpec:
+        layers = [LayerSpec(Part, module) for module in modules]
+    elif kind is TiedLayerSpec:
+        ends = [TiedLayerSpec("key", Part, modules[k], tied_weight_attr="inner.weight") for k in (0, 3)]
+        layers = [ends[0], *modules[1:3], ends[1]]
+    if num_stages > 1 and kind is not TiedLayerSpec:
         return refused(layers, num_stages)
     PipelineModule(layers, num_stages=num_stages)
     return None
@@ -272,9 +289,11 @@ def test_ties_of_unequally_many_attributes_are_refused(run_ranks):
     assert "layers 0 and 3 of tie 'key'" in message
 
 
-def test_sharing_without_a_tie_is_refused_across_stages_alone(run_ranks):
-    assert run_ranks(1, modules_share, 1) == [None]
-    for message in run_ranks(2, modules_share, 2):
+@pytest.mark.parametrize("kind", [None, LayerSpec])
+def test_sharing_without_a_tie_is_refused_across_stages_alone(run_ranks, kind: type[LayerSpec] | None):
+    assert run_ranks(1, modules_share, 1, kind) == [None]
+    assert run_ranks(2, modules_share, 2, TiedLayerSpec) == [None, None]
+    for message in run_ranks(2, modules_share, 2, kind):
         assert "layers 0 and 3 share a parameter" in message
         assert "TiedLayerSpec" in message
 
