@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from parallel3d.autograd.recomputation import Checkpointer
 from parallel3d.comm.collectives import Group, all_gather_object, broadcast
 from parallel3d.comm.environment import get_rank, local_device
 from parallel3d.comm.groups import ProcessGroups
+from parallel3d.comm.structures import Structure, describe
 from parallel3d.comm.topology import ProcessTopology
 from parallel3d.config import Config
 from parallel3d.errors import DataError, PartitionError, note_place
@@ -26,12 +27,7 @@ from parallel3d.pipe.calls import Call, LayerCalls
 from parallel3d.pipe.layer_choice import LayerChoice, policy_rule
 from parallel3d.pipe.settings import BuildSettings, resolve_settings
 from parallel3d.pipe.splitting import LayerSplitter, make_sample
-from parallel3d.pipe.ties import (
-    TieIndex,
-    broadcast_tied,
-    share_tied_parameters,
-    tied_parameters,
-)
+from parallel3d.pipe.ties import TieIndex, broadcast_tied, share_tied_parameters, tied_parameters
 from parallel3d.rng import EnterLayer, layer_seed, same_stream, seeded
 from parallel3d.schedule.builders import placement_of
 from parallel3d.specs import (
@@ -74,7 +70,8 @@ class PipelineModule(nn.Module):
     - checkpointable_layers (all): the layers whose activations are recomputed: a list of class names, a regular expression
       that is searched in class and function names, or a function (layer index, layer) -> bool. Neighbours among them are
       recomputed in groups of activation_checkpoint_interval (0: never; 1 where checkpointable_layers is given).
-    - activation_checkpoint_func(function, x): runs such a group; by default a Checkpointer as `config` says.
+    - activation_checkpoint_func(function, *tensors): runs such a group, function(*tensors) on all tensors of its input; by
+      default a Checkpointer as `config` says.
     - dynamic_shape: as the configuration's pipeline.shapes "dynamic".
 
     An argument that is None is read from the `pipeline` section of `config`; else the default in brackets holds.
@@ -340,10 +337,13 @@ class PipelineModule(nn.Module):
         """
         for calls, policy in self.calls.groups(chunk):
             if policy and torch.is_grad_enabled():
+                run = partial(self._run, calls, enter, recomputed=True)
                 again = self.activation_checkpoint_func
                 if self._own_checkpoint_func is None and isinstance(again, Checkpointer):
-                    again = again.under(policy, restores=enter is same_stream)
-                x = again(partial(self._run, calls, enter, recomputed=True), x)
+                    x = again.under(policy, restores=enter is same_stream)(run, x)
+                else:
+                    structure, tensors = describe(x)
+                    x = again(partial(_run_on, run, structure), *tensors)
             else:
                 x = self._run(calls, enter, x)
         return x
@@ -370,6 +370,11 @@ class PipelineModule(nn.Module):
         for chunk in self.own_chunks:
             x = self.forward_chunk(chunk, x, enter)
         return x
+
+
+def _run_on(run: Callable[[Any], Any], structure: Structure, *tensors: Tensor) -> Any:
+    """Run layers on an input of this structure: as arguments of their own, tensors get gradients from any recomputation."""
+    return run(structure.rebuild(tensors))
 
 
 def _build_loss(loss_fn: LossFunction, context: BuildContext) -> Callable[[Any, Any], Any] | None:

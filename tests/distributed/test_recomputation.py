@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,14 @@ from layouts import (
 from ranks import RankError
 from reference import Item, Reference
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import parallel3d
 from parallel3d.autograd.recomputation import Checkpointer
 from parallel3d.comm.environment import get_world_size
 from parallel3d.errors import ConfigError
 from parallel3d.models import DecoderConfig, causal_lm_loss, decoder
-from parallel3d.pipe import PipelineModule
+from parallel3d.pipe import LayerSpec, PipelineModule
 from parallel3d.pipe.layer_choice import policy_rule
 from parallel3d.schedule.instructions import COMPUTE_OPS
 
@@ -179,6 +181,38 @@ def test_a_function_of_the_users_runs_the_groups(run_ranks):
     assert plain == dict.fromkeys(range(8), forwards)
     assert recomputing == dict.fromkeys(range(8), 2 * forwards)
     assert configured
+
+
+class Adding(nn.Module):
+    """Layer of a pair, the second of which it adds to its linear's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.linear(x[0]) + x[1], x[1]
+
+
+def gradients_of_pairs(activation_checkpoint_func: Callable[..., Any] | None) -> list[Tensor]:
+    """Gradients of layers whose activations are pairs."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), lambda x: (x, 2 * x), LayerSpec(Adding), LayerSpec(Adding), lambda x: x[0]]
+    module = PipelineModule(
+        layers,
+        num_stages=1,
+        activation_checkpoint_interval=1,
+        activation_checkpoint_func=activation_checkpoint_func,
+        checkpointable_layers=["Adding"],
+    )
+    module(torch.ones(2, 4)).square().sum().backward()
+    return [parameter.grad for parameter in module.parameters()]
+
+
+def test_a_function_of_the_users_gets_each_tensor_of_a_pair():
+    # Reentrant recomputation differentiates by its own arguments alone.
+    reentrant = gradients_of_pairs(partial(checkpoint, use_reentrant=True))
+    assert all(map(torch.equal, reentrant, gradients_of_pairs(None)))
 
 
 Memory = dict[str, tuple[int, int]]
