@@ -269,21 +269,21 @@ class Executor:
         m = i.micro_batch
         if self._batch.keep_outputs:
             self._result.outputs[m] = output
-        labels = self._labels.pop(m)
         if not self._batch.compute_loss:
             return
-        loss, count = self._loss(output, labels)
+        loss, count = self._loss(output, self._labels.pop(m))
         if self._on_loss is not None:
             self._on_loss(loss)
         self._result.losses[m] = loss.detach()
         if count is not None:
             self._result.counts[m] = count
         if self._batch.training:
+            if not loss.requires_grad and any(p.requires_grad for p in self._module.parameters()):
+                raise ValueError("the loss requires no gradient; look for detach and no_grad in layers and loss_fn")
             edges = [get_gradient_edge(loss)] if loss.requires_grad else []
+            factor = self._batch.loss_weight * self._batch.loss_scale
             self._in_flight[i.chunk, m] = InFlight(entry, edges, None)
-            self._gradients[i.chunk, m] = [
-                loss_gradient(loss, self._batch.loss_weight * self._batch.loss_scale) for _ in edges
-            ]
+            self._gradients[i.chunk, m] = [loss_gradient(loss, factor) for _ in edges]
 
     def _loss(self, output: Any, labels: Any) -> tuple[Tensor, Tensor | None]:
         """Return (loss, count), see split_loss."""

@@ -75,6 +75,11 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         r"one element, or \(sum, count\), not \[2, 4\]; .* as PipelineModule has no loss_fn: give it one",
     ),
+    "detached": (
+        lambda: train(lambda x: x.detach()),
+        ValueError,
+        "F0@0: ValueError: the loss requires no gradient; look for detach and no_grad in layers and loss_fn",
+    ),
     "labels of text": (
         lambda: train(data=batches(labels="cat")),
         AttributeError,
