@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import SUPPORTED_NODES, tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from parallel3d.comm.collectives import all_gather_integers
@@ -121,7 +121,8 @@ class TrainingData:
                         "or give training_data to initialize)"
                     )
                 items = self.source.take(iterator, most)
-                pairs = [model.pair(self._batch_fn(item)) for item in items]
+                loaded = (model.pair(self._batch_fn(item)) for item in items)
+                pairs = [(_as_pytree(inputs), _as_pytree(labels)) for inputs, labels in loaded]
                 self._check(pairs)
                 own = [signature(inputs) for inputs, _ in pairs]
             except Exception as raised:
@@ -157,6 +158,11 @@ class TrainingData:
         if hasattr(first, "check_inputs"):
             for inputs, _ in pairs:
                 first.check_inputs(inputs)
+
+
+def _as_pytree(value: Any) -> Any:
+    """Return a mapping into which pytrees don't look, as a tokenizer's BatchEncoding, as a dict; anything else as it is."""
+    return dict(value) if isinstance(value, Mapping) and type(value) not in SUPPORTED_NODES else value
 
 
 def _num_samples(pairs: Sequence[tuple[Any, Any]]) -> int | None:

@@ -42,8 +42,8 @@ class SingleStageModule(PipelineModule):
         super().__init__([model], num_stages=1, topology=topology, loss_fn=_loss_of)
 
     def pair(self, micro_batch: Any) -> tuple[Any, Any]:
-        """Return the whole micro-batch as inputs. A mapping becomes a dict, because pytrees look into no other."""
-        return dict(micro_batch) if isinstance(micro_batch, Mapping) else micro_batch, None
+        """Return the whole micro-batch as inputs."""
+        return micro_batch, None
 
     def use_checkpointer(self, checkpointer: Checkpointer) -> None:
         """Recompute the module's blocks by the checkpointer's policy. Raises ConfigError where that can't be done."""

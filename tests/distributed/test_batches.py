@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque, namedtuple
+from collections import UserDict, deque, namedtuple
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -832,3 +832,26 @@ def test_what_can_not_be_run_is_refused_at_once(
 ):
     [message] = run_ranks(1, attempt, module_options, pipeline, config)
     assert (message is None) if wanted is None else message.startswith(wanted)
+
+
+def received_of_a_user_dict() -> tuple[str, str, torch.dtype]:
+    """Types of inputs and labels that are given as UserDict, and the dtype of their numbers."""
+    seen: list[Any] = []
+
+    def unpack(x: Any) -> Tensor:
+        seen.append(x)
+        return x["x"]
+
+    def loss_fn(output: Tensor, labels: Any) -> Tensor:
+        seen.append(labels)
+        return squares(output, labels["y"])
+
+    config = {"train_batch_size": 2, "bf16": {"enabled": True}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    module = PipelineModule([unpack, nn.Linear(4, 4)], num_stages=1, loss_fn=loss_fn)
+    engine = parallel3d.initialize(model=module, config=config)[0]
+    engine.train_batch(iter([(UserDict(x=torch.ones(2, 4)), UserDict(y=torch.ones(2, 4)))]))
+    return type(seen[0]).__name__, type(seen[1]).__name__, seen[0]["x"].dtype
+
+
+def test_mappings_that_are_no_pytrees_arrive_as_dicts_with_their_tensors_cast(run_ranks):
+    assert run_ranks(1, received_of_a_user_dict) == [("dict", "dict", torch.bfloat16)]
