@@ -292,21 +292,6 @@ class DeepSpeedEngine(WritingEngine):
     def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int = 0) -> str:
         return f"{checkpoints_path}/{tag}/rank{self.global_rank:05}-00.safetensors"  # DeepSpeed's tests ask for it
 
-    def module_state_dict(
-        self,
-        destination: Any = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-        exclude_frozen_parameters: bool = False,
-    ) -> dict[str, Any]:
-        """Return the module's state_dict. Raises ExecutionError for weights that live as shards, or are on the host."""
-        self.update.parking.check("lp_params")
-        state: dict[str, Any] = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            if exclude_frozen_parameters and not parameter.requires_grad:
-                state.pop(prefix + name, None)
-        return state
-
     # Memory between steps
 
     def offload_states(

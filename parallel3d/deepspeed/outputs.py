@@ -88,3 +88,18 @@ class WritingEngine(Engine):
             if self.process_groups.rank == 0:
                 write_whole(Path(save_dir) / "zero_to_fp32.py", SCRIPT)
         return True
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """Return the module's state_dict. Raises ExecutionError for weights that live as shards, or are on the host."""
+        self.update.parking.check("lp_params")
+        state: dict[str, Any] = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if exclude_frozen_parameters and not parameter.requires_grad:
+                state.pop(prefix + name, None)
+        return state
