@@ -160,7 +160,7 @@ class WeightUpdate:
                     k,
                     self.optimizer,
                     lambda: self.loss_scale / self._replicas_summed,
-                    self.reducer.partial_over,
+                    self.reducer.end_reductions,
                     lambda *kinds: self.parking.check(*kinds),
                     self.sharded.settle,
                     self._count_write,

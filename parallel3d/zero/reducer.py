@@ -276,13 +276,13 @@ class GradientReducer:
                 work.wait()
         self._finished = True
 
-    def partial_over(self, bucket: Bucket) -> Group | None:
-        """Wait for the reductions; return the ranks over which the bucket's gradients are partial, None if they are whole.
+    def end_reductions(self, bucket: Bucket) -> Group | None:
+        """Wait for the reductions, so that the caller may read and write the gradients of a bucket.
 
-        The caller may write them: squares that the reduction has summed are forgotten.
+        Returns the ranks over which they are still to be summed when the step ends; None if they are whole.
         """
         self._wait()
-        self._squares.pop(bucket, None)
+        self._squares.pop(bucket, None)  # of what may be written now
         return None if self._finished else bucket.kind.partial_over
 
     def _wait(self) -> None:

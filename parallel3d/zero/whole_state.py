@@ -23,7 +23,7 @@ class WholeState:
     A local part is flat, and may be empty: the parts of all ranks, one after the other, are the flat parameter.
 
     - factor: returns what the gradients in the bucket are multiples of.
-    - partial_over: called before gradients are read; ends their reductions, see GradientReducer.
+    - end_reductions: called before gradients are read or written, see GradientReducer.
     - check: called with kinds of state that are needed; raises ExecutionError for those that offload_states has moved.
     - settle: called before state is read or written, which may be on its way to the host.
     - on_weights: called when the weights have been written.
@@ -35,13 +35,13 @@ class WholeState:
         index: int,
         optimizer: torch.optim.Optimizer,
         factor: Callable[[], float],
-        partial_over: Callable[[Bucket], Group | None],
+        end_reductions: Callable[[Bucket], Group | None],
         check: Callable[..., None],
         settle: Callable[[], None],
         on_weights: Callable[[], None],
     ):
         self._bucket, self._index, self._optimizer = bucket, index, optimizer
-        self._factor, self._partial_over, self._on_weights = factor, partial_over, on_weights
+        self._factor, self._end_reductions, self._on_weights = factor, end_reductions, on_weights
         self._check, self._settle = check, settle
 
     def attach(self, parameter: nn.Parameter) -> None:
@@ -70,9 +70,8 @@ class WholeState:
         """
         group = self._prepare(what)
         if what == GRADIENT:
-            value = value * (
-                self._factor() if group is None or group.index == 0 else 0.0
-            )  # ranks' parts are summed later
+            is_summed_later = group is not None and group.index > 0
+            value = value * (0.0 if is_summed_later else self._factor())
         shards = list(self._shards())
         parts = self._split(value, shards) if local else [self._part(value, shard) for shard in shards]
         for shard, part in zip(shards, parts, strict=True):
@@ -89,7 +88,7 @@ class WholeState:
         self._settle()
         if what == MASTER:
             self._bucket.follow_weights(self._settle)
-        return self._partial_over(self._bucket) if what == GRADIENT else None
+        return self._end_reductions(self._bucket) if what == GRADIENT else None
 
     def _of(self, shard: ParameterShard, what: str) -> Tensor | None:
         if what in (MASTER, GRADIENT):

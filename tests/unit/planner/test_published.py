@@ -31,7 +31,6 @@ import shlex
 import sys
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -239,10 +238,9 @@ def test_a_published_step_is_predicted(run: Published):
 
 def waited_for_host(result: dict[str, Any]) -> bool:
     """Whether forwards took longer than two thirds of backwards: their kernels take half as long, but as many launches."""
-    seconds = {"B": [0.0], "I": [0.0], "W": [0.0], **result.get("instruction_ms", {"F": [0.0], "B": [1.0]})}
-    halves = map(sum, zip(seconds["I"], seconds["W"], strict=True))
-    backwards = map(max, zip_longest(seconds["B"], halves, fillvalue=0.0))
-    return sum(seconds["F"]) > 2 / 3 * sum(backwards)
+    seconds = {op: sum(of_chunks) for op, of_chunks in result.get("instruction_ms", {}).items()}
+    whole, halves = seconds.get("B", 0.0), seconds.get("I", 0.0) + seconds.get("W", 0.0)
+    return seconds.get("F", 0.0) > 2 / 3 * max(whole, halves)
 
 
 def measured() -> list[tuple[str, str, int, str, float]]:
