@@ -85,16 +85,18 @@ def examine(config: Config, tensor_ranks: int, replicas: int, stages: int) -> li
         off = None if asked else Unavailable("off by default", f"set kernels.{kernel} to true, if steps become shorter")
         return finding(f"{kernel} (CUDA)", fallback, asked, off, library, *reasons)
 
-    def copies(sent: str, noun: str, ranks: int, asked: bool, off: Unavailable | None) -> Finding:
+    def copies(kind: str, noun: str, ranks: int, asked: bool, off: Unavailable | None) -> Finding:
         alone = Unavailable(f"there is 1 of the {noun}", f"copies need at least 2 {noun}") if ranks == 1 else None
         queues = check_copies(unset_queues=32)  # init_distributed sets 32 if the variable is unset
         group = _check_group(ranks, noun, check_hosts)
-        return finding(f"send/receive of {sent} (copies)", "NCCL", asked, off, alone, queues, *group)
+        return finding(f"{kind} (copies)", "NCCL", asked, off, alone, queues, *group)
 
     sliced, shared = "tensor-parallel ranks", tensor.copies_shards
+    gathered = config.zero_optimization.stage == 3 and config.zero_optimization.peer_copies
     return [
-        copies("stages", "stages", stages, False, None if config.pipeline.peer_copies else _OFF_STAGES),
-        copies("shards", sliced, tensor_ranks, shared, None if shared else _OFF_SHARDS),
+        copies("send/receive of stages", "stages", stages, False, None if config.pipeline.peer_copies else _OFF_STAGES),
+        copies("send/receive of shards", sliced, tensor_ranks, shared, None if shared else _OFF_SHARDS),
+        copies("gathers of weights", "replicas", replicas, gathered, None if gathered else _OFF_WEIGHTS),
         cuda("all_reduce", "NCCL", *_check_group(tensor_ranks, sliced, check_ranks)),
         cuda("reduce_scatter", "NCCL", *_check_group(replicas, "replicas", check_ranks)),
         cuda("optimizer_step", "PyTorch"),
@@ -106,6 +108,9 @@ def examine(config: Config, tensor_ranks: int, replicas: int, stages: int) -> li
 _OFF_STAGES = Unavailable("the configuration turns it off", "set pipeline.peer_copies to true")
 _OFF_SHARDS = Unavailable(
     "tensor_parallel.peer_copies, with sequence_parallel, turns it on", "set both to true, if steps become shorter"
+)
+_OFF_WEIGHTS = Unavailable(
+    "zero_optimization.peer_copies, with stage 3, turns it on", "set it to true, if steps become shorter"
 )
 
 

@@ -70,6 +70,19 @@ class ShardMessages(Protocol):
         """Post the receipt of a peer's next message into `out`, contiguous."""
 
 
+class GatherCopies(Protocol):
+    """Memory of shards that all ranks of a group map, and gathers by copies out of it."""
+
+    def keep(self, shard: Tensor) -> Tensor:
+        """Return a shard, [n], in that memory, with its values."""
+
+    def holds(self, shard: Tensor) -> bool:
+        """Return whether a tensor is in that memory."""
+
+    def gather(self, whole: Tensor, shard: Tensor) -> Work:
+        """Start to gather every rank's shard into `whole`, as all_gather_into does."""
+
+
 @dataclass(unsafe_hash=True)
 class Group:
     """Communicator of global ranks, in group order.
@@ -78,8 +91,8 @@ class Group:
     - activity: records what this process waits for.
     - own_streams: random streams of this rank's shards.
     - number: in GROUPS, for operators of compiled graphs.
-    - all_reduce_kernel, reduce_scatter_kernel, shard_messages: replacements of the backend, if an engine has opened them for
-      this group (by the `use_` methods).
+    - all_reduce_kernel, reduce_scatter_kernel, shard_messages, gather_copies: replacements of the backend, if an engine has
+      opened them for this group (by the `use_` methods).
     """
 
     ranks: tuple[int, ...]
@@ -89,6 +102,7 @@ class Group:
     all_reduce_kernel: AllReduceKernel | None = field(default=None, init=False, compare=False, repr=False)
     reduce_scatter_kernel: ReduceScatterKernel | None = field(default=None, init=False, compare=False, repr=False)
     shard_messages: ShardMessages | None = field(default=None, init=False, compare=False, repr=False)
+    gather_copies: GatherCopies | None = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         self.number = GROUPS.add(self)
@@ -104,6 +118,10 @@ class Group:
     def use_shard_messages(self, messages: ShardMessages | None) -> None:
         """Exchange shards by these messages from now on; None: by collectives. The same on every rank."""
         self.shard_messages = messages
+
+    def use_gather_copies(self, copies: GatherCopies | None) -> None:
+        """Gather the shards that these copies keep by them from now on; None: by the backend. The same on every rank."""
+        self.gather_copies = copies
 
     @property
     def size(self) -> int:
@@ -270,7 +288,10 @@ def all_gather_into(whole: Tensor, shard: Tensor, group: Group) -> Work:
     """Start to gather every rank's `shard` [n] into `whole` [n * group.size] in group order; shard may be a part of whole."""
     if _is_alone(group) and shard.data_ptr() != whole.data_ptr():
         whole.copy_(shard)
-    return _start("all_gather", whole, group, partial(_all_gather, whole, shard))
+    start: Callable[..., Any] = partial(_all_gather, whole, shard)
+    if (copies := group.gather_copies) is not None and copies.holds(shard):
+        start = lambda **_: copies.gather(whole, shard)  # noqa: E731
+    return _start("all_gather", whole, group, start)
 
 
 def broadcast(tensor: Tensor, source: int, group: Group) -> None:

@@ -154,6 +154,11 @@ class ZeroConfig(Section):
         "a whole number >= 0: modules with at most this number of parameters for each module inside are gathered together",
     )
     leaf_module: LeafModuleConfig = LeafModuleConfig()
+    peer_copies: bool = own_key(
+        False,
+        "true or false: whether, with stage 3, replicas of one host gather weights by copies out of each other's memory, else "
+        "by NCCL",
+    )
     sub_group_size: Positive = key(
         1_000_000_000,
         "a whole number of elements >= 1, such as 1e7",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from parallel3d.comm.collectives import Work, all_gather_integers, all_gather_object, all_reduce
 from parallel3d.comm.groups import ProcessGroups
+from parallel3d.comm.peer.gathers import open_gather_copies
 from parallel3d.config import Config
 from parallel3d.errors import ConfigError, OffloadError
 from parallel3d.kernels.fused_adamw import open_update_kernels
@@ -23,6 +24,7 @@ from parallel3d.zero.buckets import Bucket, FrozenBucket, ShardHomes, shard_froz
 from parallel3d.zero.disk import ScratchFile
 from parallel3d.zero.gathered import describe_whole
 from parallel3d.zero.host_shards import HostShards
+from parallel3d.zero.layout import mapped_shards
 from parallel3d.zero.memory import moments_of, predict_shards, predict_state
 from parallel3d.zero.optimizer import ShardedOptimizer, StepAgreement
 from parallel3d.zero.parking import Parking
@@ -214,6 +216,9 @@ class WeightUpdate:
         shards, offload = self.policy.shards_weights(groups.data.size), self.policy.weight_offload
         # A communicator of its own: gathers of weights and reductions of gradients come in no common order.
         gather_group = groups.build(groups.topology.get_axis_comm_lists("data")) if shards else None
+        if gather_group is not None and self.policy.peer_copies:
+            held = sum(mapped_shards(each, self.policy, groups.data.size) for each in (infos, self._frozen))
+            gather_group.use_gather_copies(open_gather_copies(groups, model.device, held))
         self.host_shards = None
         if shards and offload is not None:
             self.host_shards = HostShards(model.device, offload.pin, self._weight_file, offload.buffers)

@@ -141,7 +141,10 @@ class Bucket:
             weights, views = layout.released_weights()
         masters = layout.read(self.shard if layout.is_sharded else slice(0, self.numel), layout.master_dtype)
         own = masters.to(layout.weight_dtype)
-        master = masters if layout.is_sharded else masters[self.shard]
+        if layout.is_sharded and not layout.weights_offloaded:
+            own = _mapped(own, self._gather_group)
+        master = masters if self.has_own_master else own
+        master = master if layout.is_sharded else master[self.shard]
         if self.has_own_master:
             master = self._kept(layout, master)
         if layout.is_sharded:
@@ -357,7 +360,7 @@ class FrozenBucket:
         shard, parameters = layout.read(own, weights.dtype), [info.parameter for info in layout.infos]
         self.infos = layout.infos
         host = host if layout.weights_offloaded else None
-        shard = shard if host is None else host.keep(shard, layout.weights_on_disk)
+        shard = _mapped(shard, group) if host is None else host.keep(shard, layout.weights_on_disk)
         self.sharded = kind_of_shards(layout.gathers_fp8)(weights, shard, parameters, views, group, host)
         parts = [cut(offset, numel, own) for offset, numel in zip(layout.offsets, layout.sizes, strict=True)]
         self.shards = [
@@ -365,6 +368,11 @@ class FrozenBucket:
             for info, offset, part in zip(layout.infos, layout.offsets, parts, strict=True)
             if part.start < part.stop
         ]
+
+
+def _mapped(shard: Tensor, group: Group) -> Tensor:
+    """Return a shard of weights where its gathers read it."""
+    return shard if group.gather_copies is None else group.gather_copies.keep(shard)
 
 
 def shard_frozen(

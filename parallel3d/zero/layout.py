@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm.collectives import Group
+from parallel3d.comm.peer.gathers import mapped_bytes
 from parallel3d.parameters import ParameterInfo, slicing_of
 from parallel3d.zero.fp8_weights import is_in_fp8
 from parallel3d.zero.policy import ZeroPolicy
@@ -156,6 +157,13 @@ def by_owners(parameters: Sequence[ParameterInfo]) -> dict[Owners, list[Paramete
         if infos[0].shared:
             infos.sort(key=lambda info: info.name)
     return groups
+
+
+def mapped_shards(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, num_shards: int) -> int:
+    """Return the bytes that the shards of weights on the device take in memory that all replicas map."""
+    layouts = (layout for infos in by_owners(parameters).values() for layout in lay_out(infos, policy, num_shards))
+    held = (layout for layout in layouts if layout.is_sharded and not layout.weights_offloaded)
+    return sum(mapped_bytes(layout.shard_numel * layout.weight_dtype.itemsize) for layout in held)
 
 
 def lay_out(infos: Sequence[ParameterInfo], policy: ZeroPolicy, num_shards: int) -> list[BucketLayout]:

@@ -94,8 +94,8 @@ class ZeroPolicy:
     in every micro-batch's backward, so that unsharded gradients are never held; fused_from: whole backwards of linears with at
     least this number of multiply-adds add weight gradients to the accumulators past autograd, which would write, read and add
     them once more, None if none does; largest_whole: with stage 3, weights of units of at most this number of elements are
-    whole on every rank; offload: how optimizer state is kept on the host, if it is; weight_offload: likewise of the weights'
-    shards.
+    whole on every rank; peer_copies: whether the others are gathered by copies, where devices have them; offload: how optimizer
+    state is kept on the host, if it is; weight_offload: likewise of the weights' shards.
     """
 
     stage: int
@@ -106,6 +106,7 @@ class ZeroPolicy:
     reduce_per_micro_batch: bool = False
     fused_from: int | None = None
     largest_whole: int = 0
+    peer_copies: bool = False
     offload: OptimizerOffload | None = None
     weight_offload: WeightOffload | None = None
 
@@ -157,6 +158,7 @@ def make_policy(
         reduce_per_micro_batch=per_micro_batch,
         fused_from=None if weight_dtype is None else _WORTH_FUSING if by_autograd else 0,
         largest_whole=zero.stage3_param_persistence_threshold,
+        peer_copies=zero.peer_copies,
         offload=_offload(zero, config.aio),
         weight_offload=_weight_offload(zero, config.aio, shard_numel),
     )

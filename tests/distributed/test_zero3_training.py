@@ -12,12 +12,17 @@ from unittest import mock
 import adapted
 import pytest
 import torch
+import torch.distributed as dist
 from layouts import BASE_SEED, Run, check, copies, make_engine, make_optimizer, own_iterator, run_reference, run_steps
 from reference import Reference
 from torch import Tensor
 
 import parallel3d
 from parallel3d import DeepSpeedEngine as Engine
+from parallel3d.comm.collectives import DONE, Work
+from parallel3d.comm.groups import ProcessGroups
+from parallel3d.comm.peer.gathers import mapped_bytes
+from parallel3d.engine import update
 from parallel3d.zero.weights import ShardedWeights, WeightState
 
 ACCUMULATION, STEPS, CLIPPING = 3, 2, 0.05
@@ -74,6 +79,50 @@ def test_uneven_and_empty_shards_train_as_one_process(run_ranks, stages: int, dp
     assert min(norms) > CLIPPING, "clipping must have an effect to be tested"
     trained = {name: weight for name, weight in weights.items() if name in adapted.TRAINED}
     check(run_ranks(stages * dp, train_small, stages), (losses, norms, trained), dp)
+
+
+class Shelf:
+    """Memory of this many bytes in place of that which replicas map; gathers by gloo."""
+
+    def __init__(self, groups: ProcessGroups, device: torch.device, nbytes: int):
+        self._memory, self._free, self._data = torch.zeros(nbytes, dtype=torch.uint8), nbytes, groups.data
+        self.gathers = 0
+
+    def keep(self, shard: Tensor) -> Tensor:
+        end, self._free = self._free, self._free - mapped_bytes(shard.nbytes)
+        assert self._free >= 0, "shards take more than was said"
+        return self._memory[self._free : end][: shard.nbytes].view(shard.dtype).copy_(shard)
+
+    def holds(self, shard: Tensor) -> bool:
+        return shard.untyped_storage().data_ptr() == self._memory.data_ptr()
+
+    def gather(self, whole: Tensor, shard: Tensor) -> Work:
+        self.gathers += 1
+        dist.all_gather(list(whole.chunk(self._data.size)), shard, group=self._data.handle)
+        return DONE
+
+
+def train_mapped(optimizer: str) -> tuple[Run, bool, int]:
+    """Also whether the memory is full, and the number of gathers."""
+    shelves: list[Shelf] = []
+
+    def opened(*given: Any) -> Shelf:
+        shelves.append(Shelf(*given))
+        return shelves[-1]
+
+    with mock.patch.object(update, "open_gather_copies", opened):
+        engine = engine_of({**STAGE_3, "peer_copies": True}, optimizer, CLIPPING)
+    return run_steps(engine, data_of(engine), STEPS), shelves[0]._free == 0, shelves[0].gathers
+
+
+def test_shards_in_mapped_memory_train_as_one_process(run_ranks):
+    """In fp32, where the shards of weights are the masters too, with frozen layers."""
+    reference = Reference(adapted.ITEMS, adapted.squares, make_optimizer("AdamW"), CLIPPING, BASE_SEED)
+    losses, norms, weights = run_reference(reference, adapted.micro_batches(STEPS * ACCUMULATION * 2), ACCUMULATION * 2)
+    trained = {name: weight for name, weight in weights.items() if name in adapted.TRAINED}
+    runs = run_ranks(2, train_mapped, "AdamW")
+    check([run for run, *_ in runs], (losses, norms, trained), 2)
+    assert all(full and gathers for _, full, gathers in runs)
 
 
 # --- recomputation, evaluation

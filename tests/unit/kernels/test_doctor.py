@@ -108,6 +108,10 @@ def test_messages_need_no_compiled_kernel_and_any_number_of_ranks(host: Host, mo
     assert [finding.kernel for finding in examine(shared, 6, 1, 6) if finding.missed] == [f"{SHARDS} (copies)"]
     (off,) = told(3, load({}), SHARDS)
     assert "tensor_parallel.peer_copies" in off
+    zero = load({"zero_optimization": {"stage": 3, "peer_copies": True}})
+    assert told(1, zero, "gathers of weights", replicas=3) == []
+    (off,) = told(1, load({}), "gathers of weights", replicas=3)
+    assert "zero_optimization.peer_copies" in off
     (off,) = told(3, load({"pipeline": {"peer_copies": False}}), STAGES, stages=3)
     assert off.endswith("set pipeline.peer_copies to true")
 
