@@ -87,7 +87,8 @@ def environment_of(directory: Path) -> dict[str, str]:
     with zipfile.ZipFile(write_wheel(directory)) as wheel:
         wheel.extractall(directory / "site")
     model_directory(directory / "model")
-    paths = os.pathsep.join([str(directory / "site"), *map(str, Path(__file__).parents[:2])])
+    given = filter(None, [os.environ.get("PYTHONPATH")])
+    paths = os.pathsep.join([str(directory / "site"), *map(str, Path(__file__).parents[:2]), *given])
     return {
         **os.environ,
         "PYTHONPATH": paths,

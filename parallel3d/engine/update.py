@@ -235,9 +235,8 @@ class WeightUpdate:
             on_gradient=on_gradient,
             homes=ShardHomes(gather_group, allocate, self.host_shards),
         )
-        self.frozen_buckets = (
-            list(shard_frozen(self._frozen, self.policy, gather_group, self.host_shards)) if gather_group else []
-        )
+        frozen = shard_frozen(self._frozen, self.policy, gather_group, self.host_shards) if gather_group else ()
+        self.frozen_buckets = list(frozen)
         sharded = {info.parameter for bucket in self.frozen_buckets for info in bucket.infos}
         for info in self._frozen:
             if info.parameter not in sharded:

@@ -265,7 +265,7 @@ SHOWN = {
 # Sections without peers, and the case that they compare with.
 BASELINES = {
     "pp2dp2-zero3": "pp2dp2-zero2-bf16acc-compile-cudnn",
-    "dp4-zero3-limited": "dp4-zero2-bf16acc-permicro-compile-cudnn",
+    "dp4-zero3-copies": "dp4-zero2-bf16acc-permicro-compile-cudnn",
 }
 
 
