@@ -107,8 +107,8 @@ class Messages:
                 'where the output depends on more than the inputs\' shapes, set pipeline.shapes to "dynamic"'
             )
         self._used = True
-        if self._in_transit is not None and self._device.type == "cpu":
-            # Gloo holds what it sends until the batch ends: a copy, so that the output itself is seen to be freed.
+        if self._in_transit is not None:
+            # Transports hold what they send until it has left: a copy, so that the output itself is seen to be freed.
             tensors = [tensor.clone() for tensor in tensors]
             self.mark_in_transit(tensors)
         self._transport.send(tensors, stage)

@@ -102,7 +102,7 @@ class CudaStream:
 def _check(name: str, status: int) -> None:
     if status:
         raise CommunicationError(
-            f"{name} failed with CUDA error {status}; set peer_copies of pipeline and tensor_parallel to "
+            f"{name} failed with CUDA error {status}; set peer_copies of pipeline, tensor_parallel and zero_optimization to "
             "false to send through NCCL"
         )
 
