@@ -45,6 +45,7 @@ SIZES = {
     "3b": Size(layers=32, hidden=2560, heads=20, ffn=6912, vocab=32000, seq=4096),
     "7b": Size(layers=32, hidden=4096, heads=32, ffn=11008, vocab=32000, seq=4096),
     "13b": Size(layers=40, hidden=5120, heads=40, ffn=13824, vocab=32000, seq=4096),
+    "30b": Size(layers=60, hidden=6656, heads=52, ffn=17920, vocab=32000, seq=4096),
 }
 
 
