@@ -274,7 +274,10 @@ class DeepSpeedEngine(WritingEngine):
         self.progress.set_boundary(is_boundary)
 
     def zero_grad(self) -> None:
-        """Drop the gradients added since the last step."""
+        """Drop the gradients added since the last step.
+
+        The `zero_grad` of the optimizer or the module drops none: scripts may call it once for each micro-batch.
+        """
         self.progress.forget()
 
     def save_16bit_model(

@@ -150,7 +150,7 @@ class StepByCalls:
         self._on_loss = on_loss
         self._synchronizes = True
         self._around: ExitStack | None = None  # contexts of the backward that runs now
-        self._scaled = False  # the script has multiplied the loss of its next backward by the loss scale
+        self._scaled = False  # the backward under way began at a loss that `scale` returned
         self._loss: Tensor | None = None  # of the last forward, if the module returns it
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], enter: EnterLayer) -> Any:
@@ -228,8 +228,17 @@ class StepByCalls:
         """Return the loss times the loss scale, for the script's own `backward()`."""
         if loss.numel() != 1:
             raise ConfigError(f"engine.scale takes a scalar tensor, the loss; its shape is {list(loss.shape)}")
+        scaled = loss * self._update.loss_scale
+        if scaled.requires_grad:
+            scaled.register_hook(self._note_scaled)
+        return scaled
+
+    def _note_scaled(self, _: Tensor) -> None:
+        def forget() -> None:
+            self._scaled = False
+
         self._scaled = True
-        return loss * self._update.loss_scale
+        Variable._execution_engine.queue_callback(forget)
 
     def begin_own(self, parameter: nn.Parameter) -> None:
         """Begin the backward that brings a parameter's gradient next, if the script runs it itself, as by loss.backward().
@@ -260,7 +269,7 @@ class StepByCalls:
     def _end_own(self, weight: float) -> None:
         assert self._around is not None
         self._around.close()
-        self._around, self._scaled = None, False
+        self._around = None
         loss = self._unknown_loss() if self._loss is None else self._loss.double()
         self._progress.losses.append(loss * weight)
 
@@ -269,10 +278,11 @@ class StepByCalls:
 
     def drop_unfinished(self) -> None:
         """Start the step over if a backward that the script ran itself has not ended: it raised an exception."""
+        self._scaled = False
         if self._around is not None:
             with suppress(ExecutionError), self._around:
                 raise ExecutionError("a backward did not end")
-            self._around, self._scaled = None, False
+            self._around = None
             self._progress.restart()
 
     def _reduces(self) -> list[Instruction]:

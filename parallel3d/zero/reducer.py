@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from parallel3d.autograd.sink import Accumulator, GradientSink
 from parallel3d.comm.collectives import DONE, Awaited, Group, Work, all_reduce, reduce_scatter_into
-from parallel3d.errors import ConfigError
+from parallel3d.errors import ConfigError, ExecutionError
 from parallel3d.parameters import ParameterInfo
 from parallel3d.schedule.instructions import Instruction
 from parallel3d.zero.buckets import ON_DEVICE, Bucket, ShardHomes, make_buckets
@@ -125,6 +125,7 @@ class GradientReducer:
         # Partial sums of a shard's squares, where the reduction computes them on its way.
         self._squares: dict[Bucket, Tensor] = {}
         self._finished = True  # gradients of this step that were partial over tensor-parallel ranks are summed
+        self._reduces = True  # the last backward's gradients are reduced over data parallelism, and those before it
 
     def _attach(self) -> None:
         """Give the sink the accumulators: views of the bucket's buffer, or of the transient one it has at the time.
@@ -159,7 +160,7 @@ class GradientReducer:
         """Empty the accumulators for the next batch, also after a batch that failed."""
         # Wait before anything is cleared: a reduction owns the memory that it writes until it is waited for.
         self._wait()
-        self._finished = False
+        self._finished, self._reduces = False, True
         for buffers in self._transient.values():
             buffers.release_all()
         for bucket in self.all_buckets():
@@ -177,6 +178,7 @@ class GradientReducer:
         Half-precision weight gradients go straight into wider accumulators, where make_splittable has made that possible:
         autograd would write, read and add them once more. factor: multiplies all gradients.
         """
+        self._reduces = bool(reduces)
         fuses = self.sink.fusing() if self._policy.weight_dtype else nullcontext()
         with self._launching(reduces), fuses, self.sink.scaling(factor):
             yield
@@ -274,13 +276,20 @@ class GradientReducer:
             works = [all_reduce(shard, group) for shard, group in groups if group is not None]
             for work in works:
                 work.wait()
-        self._finished = True
+        self._finished = self._reduces = True
 
     def end_reductions(self, bucket: Bucket) -> Group | None:
         """Wait for the reductions, so that the caller may read and write the gradients of a bucket.
 
-        Returns the ranks over which they are still to be summed when the step ends; None if they are whole.
+        Returns the ranks over which they are still to be summed when the step ends; None if they are whole. Raises
+        ExecutionError if those of each replica are still its own.
         """
+        if not self._reduces and self._data_group.size > 1:
+            raise ExecutionError(
+                f"the gradients of this step are not yet summed over the {self._data_group.size} replicas: read and write them "
+                "after the step's last engine.backward(loss), at engine.is_gradient_accumulation_boundary(), or set "
+                "zero_optimization.stage to 2 or 3 and reduce_per_micro_batch to true"
+            )
         self._wait()
         self._squares.pop(bucket, None)  # of what may be written now
         return None if self._finished else bucket.kind.partial_over

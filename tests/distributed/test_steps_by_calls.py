@@ -429,12 +429,17 @@ def test_the_scripts_own_backward_equals_plain_pytorch(run_ranks):
             assert norms == pytest.approx([wanted] * 4, rel=1e-2 if half else 1e-6), (zero, half, accumulation)
 
 
-def backward_without_scale() -> str:
+def backward_without_scale(before: str) -> str:
     engine = make(1, fp16={"enabled": True})
+    if before:
+        loss = engine.scale(engine(*micro_batch(0)))  # of another backward, or of none
+        if before == "autograd.grad":
+            torch.autograd.grad(loss, list(engine.module.parameters()))
     with pytest.raises(ExecutionError) as caught:
         engine(*micro_batch(0)).backward()
     return str(caught.value)
 
 
-def test_float16_asks_for_the_loss_scale(run_ranks):
-    assert "engine.scale(loss).backward()" in run_ranks(1, backward_without_scale)[0]
+@pytest.mark.parametrize("before", ["", "scale", "autograd.grad"])
+def test_float16_asks_for_the_loss_scale(run_ranks, before: str):
+    assert "engine.scale(loss).backward()" in run_ranks(1, backward_without_scale, before)[0]

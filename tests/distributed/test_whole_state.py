@@ -56,6 +56,31 @@ def test_gradients_of_which_ranks_have_parts_can_be_read_and_written(run_ranks, 
         assert norm == pytest.approx(used.norm().item())
 
 
+def read_between_micro_batches(stage: int) -> tuple[str | None, list[float]]:
+    config: dict[str, Any] = {**SIZES, **SGD, "gradient_accumulation_steps": 2}
+    config["zero_optimization"] = {"stage": stage, "reduce_per_micro_batch": stage == 2}
+    engine, *_ = parallel3d.initialize(model=nn.Linear(2, 1), config=config)
+    weight, x, refused, read = engine.module.weight, torch.ones(1, 2) + engine.global_rank, None, []
+    for _ in range(2):
+        engine.backward(engine(x).mean())
+        try:
+            read.append(utils.safe_get_full_grad(weight)[0, 0].item())
+            utils.safe_set_full_grad(weight, utils.safe_get_full_grad(weight))
+        except ExecutionError as error:
+            refused = str(error)
+        engine.step()
+    return refused, [*read, utils.safe_get_full_grad(weight)[0, 0].item(), engine.get_global_grad_norm().item()]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_are_read_and_written_once_they_are_summed(run_ranks, stage: int):
+    for refused, read in run_ranks(2, read_between_micro_batches, stage):
+        if stage == 1:
+            assert "not yet summed over the 2 replicas" in refused
+            assert "at engine.is_gradient_accumulation_boundary()" in refused
+        assert read == pytest.approx([*[0.75] * (stage == 2), 1.5, 1.5, (1.5**2 * 2 + 1) ** 0.5])
+
+
 def use_parked(zero: dict[str, Any]) -> dict[str, str | None]:
     model = nn.Linear(4, 4)
     config = {**SIZES, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}, "zero_optimization": zero}
