@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Structure:
-    """A pytree without the contents of its tensors; leaves may be dataclasses with tensors as fields.
+    """A pytree without the contents of its tensors; leaves may be dataclasses, with tensors or pytrees of them as fields.
 
     `leaves` holds a TensorSpec in place of each tensor, and all else by value.
     """
@@ -52,10 +54,7 @@ class Structure:
     @cached_property
     def tensors(self) -> list[TensorSpec]:
         """All tensors, in order: they travel forward."""
-        specs: list[TensorSpec] = []
-        for leaf in self.leaves:
-            specs += [leaf] if isinstance(leaf, TensorSpec) else _fields(leaf, TensorSpec).values()
-        return specs
+        return _found(self.leaves, TensorSpec)
 
     @cached_property
     def gradients(self) -> list[TensorSpec]:
@@ -65,30 +64,37 @@ class Structure:
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
         """Return the pytree with these tensors in place of their specs."""
         remaining = iter(tensors)
-
-        def filled(leaf: Any) -> Any:
-            if isinstance(leaf, TensorSpec):
-                return next(remaining)
-            specs = _fields(leaf, TensorSpec)
-            return replace(leaf, **{name: next(remaining) for name in specs}) if specs else leaf
-
-        return tree_unflatten(map(filled, self.leaves), self.tree)
+        filled = (_replaced(leaf, TensorSpec, lambda _: next(remaining)) for leaf in self.leaves)
+        return tree_unflatten(filled, self.tree)
 
 
-def _fields(leaf: Any, kind: type) -> dict[str, Any]:
-    """Return the fields of a dataclass that hold values of a kind, by name; none of any other leaf."""
+def _found(value: Any, kind: type[T]) -> list[T]:
+    """Return the values of a kind in a pytree, and in dataclasses and pytrees inside it."""
+    found: list[T] = []
+    for leaf in tree_leaves(value):
+        found += [leaf] if isinstance(leaf, kind) else _found(list(_fields(leaf).values()), kind)
+    return found
+
+
+def _replaced(leaf: Any, kind: type[T], new: Callable[[T], Any]) -> Any:
+    """Return new(leaf) for a leaf of a kind, and a copy of a dataclass with such leaves, in which they are replaced."""
+    if isinstance(leaf, kind):
+        return new(leaf)
+    held = {name: value for name, value in _fields(leaf).items() if _found(value, kind)}
+    changed = {name: tree_map(lambda x: _replaced(x, kind, new), value) for name, value in held.items()}
+    return replace(leaf, **changed) if changed else leaf
+
+
+def _fields(leaf: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass by name; none of any other leaf."""
     if not is_dataclass(leaf) or isinstance(leaf, type):
         return {}
-    values = {field.name: getattr(leaf, field.name) for field in fields(leaf)}
-    return {name: value for name, value in values.items() if isinstance(value, kind)}
+    return {field.name: getattr(leaf, field.name) for field in fields(leaf)}
 
 
 def tensors_of(value: Any) -> list[Tensor]:
     """Return the tensors of a pytree, and of dataclasses and pytrees inside it."""
-    tensors: list[Tensor] = []
-    for leaf in tree_leaves(value):
-        tensors += [leaf] if isinstance(leaf, Tensor) else tensors_of(list(_fields(leaf, object).values()))
-    return tensors
+    return _found(value, Tensor)
 
 
 def describe(value: Any) -> tuple[Structure, list[Tensor]]:
@@ -100,12 +106,7 @@ def describe(value: Any) -> tuple[Structure, list[Tensor]]:
         tensors.append(tensor)
         return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
-    for k, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
-            leaves[k] = taken(leaf)
-        elif found := _fields(leaf, Tensor):
-            leaves[k] = replace(leaf, **{name: taken(tensor) for name, tensor in found.items()})
-    return Structure(tree, tuple(leaves)), tensors
+    return Structure(tree, tuple(_replaced(leaf, Tensor, taken) for leaf in leaves)), tensors
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ def next_labels(labels: Tensor, ignored: int = IGNORED) -> Tensor:
 
 @dataclass(frozen=True)
 class CausalLMLoss:
-    """Cross entropy of each position's label, from logits [batch, seq, vocab] and labels [batch, seq], at least in fp32.
+    """Cross entropy of each position's label, from logits [..., seq, vocab] and labels [..., seq], at least in fp32.
 
     It is computed `chunk` positions at a time, so that no copy of all logits in fp32 exists. With SlicedLogits each rank
     computes its part of the vocabulary. Raises DataError for labels of another shape.
@@ -64,8 +64,8 @@ class CausalLMLoss:
             labels = next_labels(labels, self.ignore_index)
         count = (labels != self.ignore_index).sum()
         # Not slices: the backward of each would make a gradient of all logits' size.
-        chunk = min(self.chunk, max(1, labels.shape[1]))
-        chunks = zip(local.split(chunk, dim=1), labels.split(chunk, dim=1), strict=True)
+        chunk = min(self.chunk, max(1, labels.shape[-1]))
+        chunks = zip(local.split(chunk, dim=-2), labels.split(chunk, dim=-1), strict=True)
         losses = partial(
             vocab_parallel_cross_entropy,
             group=logits.group,

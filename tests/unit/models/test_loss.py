@@ -34,6 +34,8 @@ def test_value_and_gradient_equal_cross_entropy(chunk: int, smoothing: float, dt
     loss.backward()
     assert loss.dtype == wide.dtype
     torch.testing.assert_close(loss, wanted)
+    flat = CausalLMLoss(chunk=chunk, label_smoothing=smoothing)(logits.flatten(0, 1), labels.flatten())
+    torch.testing.assert_close(flat, wanted)
     assert logits.grad is not None
     torch.testing.assert_close(logits.grad, wide.grad.to(dtype))
 

@@ -28,9 +28,9 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Marked:
-    """A tensor and something about it."""
+    """A tensor, or a pytree of them, and something about it."""
 
-    tensor: Tensor
+    tensor: Any
     mark: str
 
 
@@ -56,6 +56,7 @@ trees = st.recursive(
         | st.dictionaries(keys, inner, max_size=3)
         | st.dictionaries(keys, inner, max_size=3).map(OrderedDict)
         | st.builds(Point, inner, inner)
+        | st.builds(Marked, inner, st.text(max_size=3))
     ),
     max_leaves=12,
 )
