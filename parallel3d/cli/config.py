@@ -34,8 +34,22 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("give a configuration file and --world N, the number of ranks; or --keys, or --schema")
     else:
         reading = read(options.file, _parse_autos(options.auto))
+        check_names(reading.config)
         show(explain(reading, options.world, options.pp))
     return 0
+
+
+def check_names(config: Config) -> None:
+    """Raise ConfigError for an optimizer or a learning-rate schedule that `initialize` doesn't know, or can't make."""
+    if config.optimizer is None and config.scheduler is None:
+        return
+    from parallel3d.optim.optimizers import empty_optimizer  # imports torch
+    from parallel3d.optim.schedules import scheduler_class
+
+    if config.optimizer is not None:
+        empty_optimizer(config.optimizer.type, config.optimizer.params)
+    if config.scheduler is not None:
+        scheduler_class(config.scheduler.type)
 
 
 def _parse_autos(pairs: Sequence[str]) -> dict[str, Any]:

@@ -181,7 +181,7 @@ def empty_optimizer(name: str, params: Mapping[str, Any]) -> torch.optim.Optimiz
 
     To add parameters torch imports its compiler, which takes most of a second.
     """
-    parameter = nn.Parameter(torch.empty(1))
+    parameter = nn.Parameter(torch.empty(1, 1))  # Muon takes matrices alone
     return _build(name, [parameter], params, lambda cls: type(cls.__name__, (_TakesNone, cls), {}))
 
 

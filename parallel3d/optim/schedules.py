@@ -326,6 +326,11 @@ def build_scheduler(name: str, optimizer: torch.optim.Optimizer, params: Mapping
 
     name: one of DeepSpeed's, or a class of torch.optim.lr_scheduler. Raises ConfigError for unknown names and params.
     """
+    return call(scheduler_class(name), optimizer, params, f"scheduler.params of {name}")
+
+
+def scheduler_class(name: str) -> type[AnySchedule]:
+    """Return the class of the schedule that a configuration names. Raises ConfigError for an unknown name."""
     usable = [*_DEEPSPEED, *sorted(set(_TORCH) - set(_COMPOSITE))]
     if name.lower() in (composite.lower() for composite in _COMPOSITE):
         raise ConfigError(
@@ -337,7 +342,7 @@ def build_scheduler(name: str, optimizer: torch.optim.Optimizer, params: Mapping
             f"scheduler.type {name!r} is not one of {', '.join(usable)}; give one of these, or pass your own as "
             f"lr_scheduler to initialize.{nearest(name, usable)}"
         )
-    return call(_BY_LOWER_NAME[name.lower()], optimizer, params, f"scheduler.params of {name}")
+    return _BY_LOWER_NAME[name.lower()]
 
 
 def _own_lrs(optimizer: torch.optim.Optimizer) -> list[float]:

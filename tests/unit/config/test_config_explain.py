@@ -149,6 +149,21 @@ def test_a_wrong_command_says_what_to_give(capsys, arguments, part):
     assert part in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("section", "part"),
+    [
+        ({"optimizer": {"type": "Adamm"}}, "Did you mean 'Adam'?"),
+        ({"optimizer": {"type": "Adam", "params": {"bettas": [0.9, 0.95]}}}, "Did you mean 'betas'?"),
+        ({"scheduler": {"type": "WarmupLRR"}}, "Did you mean 'WarmupLR'?"),
+        ({"optimizer": {"type": "Muon", "params": {"lr": 0.1}}}, ""),
+    ],
+)
+def test_the_command_knows_what_initialize_refuses(capsys, tmp_path, section, part):
+    (tmp_path / "c.json").write_text(json.dumps({"train_batch_size": 8, **section}))
+    assert main(["config", str(tmp_path / "c.json"), "--world", "1"]) == (2 if part else 0)
+    assert part in capsys.readouterr().err
+
+
 def test_the_documented_table_is_the_schemas():
     assert (DOCS / "configuration_keys.md").read_text(encoding="utf-8") == keys_as_markdown(), (
         "run: p3d config --keys > docs/configuration_keys.md"
