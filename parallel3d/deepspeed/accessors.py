@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
@@ -70,13 +71,19 @@ class DeepSpeedEngine(WritingEngine):
     ) -> DataLoader[Any]:
         """Return a loader of micro-batches: for route "train" without a sampler as `initialize` makes it of training_data.
 
-        Else of all samples, in the sampler's order or the dataset's. batch_size: a micro-batch's by default.
+        Else of all samples, in the sampler's order or the dataset's. batch_size: a micro-batch's by default. Such a loader alone
+        has workers: those read ahead of the position that a checkpoint saves of the others.
         """
         size = batch_size or self.train_micro_batch_size_per_gpu()
         if data_sampler is None and route == "train":
-            return make_loader(
-                self.pipeline_module, dataset, replace(self.data.sizes, micro_batch_size=size), self.config, collate_fn
-            )
+            if num_local_io_workers:
+                warnings.warn(
+                    f"num_local_io_workers={num_local_io_workers} is not used: a loader whose position is saved reads in this "
+                    "process; for workers, give data_sampler=, or engine.set_dataloader a DataLoader of your own",
+                    stacklevel=2,
+                )
+            sizes = replace(self.data.sizes, micro_batch_size=size)
+            return make_loader(self.pipeline_module, dataset, sizes, self.config, collate_fn, pin_memory)
         pins = pin_memory and self.device.type == "cuda"
         options: dict[str, Any] = {"sampler": data_sampler, "collate_fn": collate_fn, "pin_memory": pins}
         return DataLoader(dataset, size, num_workers=num_local_io_workers or 0, **options)

@@ -255,10 +255,12 @@ def make_loader(
     sizes: BatchSizes,
     config: Config,
     collate_fn: Callable[[list[Any]], Any] | None = None,
+    pin_memory: bool = True,
 ) -> DataLoader[Any]:
     """Return a loader of this replica's micro-batches of a dataset, or `data` itself. Raises ConfigError, DataError.
 
     Unless config.dataloader_shuffle says, samples are shuffled, but for a pipeline in the dataset's order, as in DeepSpeed.
+    pin_memory: on CUDA.
     """
     if isinstance(data, DataLoader):
         if data.batch_size not in (None, sizes.micro_batch_size):
@@ -269,7 +271,7 @@ def make_loader(
         return data
     groups, chosen = model.groups, config.dataloader_shuffle
     own = sizes.micro_batch_size, groups.coordinate("data"), groups.data.size, sizes.num_micro_batches
-    options: dict[str, Any] = {"collate_fn": collate_fn, "pin_memory": model.device.type == "cuda"}
+    options: dict[str, Any] = {"collate_fn": collate_fn, "pin_memory": pin_memory and model.device.type == "cuda"}
     if not isinstance(data, Sized) or isinstance(data, IterableDataset):
         if not hasattr(data, "__iter__"):
             raise DataError(

@@ -43,18 +43,19 @@ class RepeatingLoader:
     def state_dict(self, unused: int = 0) -> dict[str, Any]:
         """Return the position `unused` micro-batches before the last one that was read. The state holds tensors.
 
-        A loader that has a position, as torchdata's StatefulDataLoader, gives it; it is after the unused
-        ones: they are left out after a load, and a warning says so.
+        A loader that has a position, as torchdata's StatefulDataLoader, gives it; it is after the unused ones, as that of
+        another loader is after those of the epoch before: they are left out after a load, and a warning says so.
         """
         sampler = _resumable_sampler(self.loader)
         if sampler is not None:
             return {"sampler": sampler.state_dict(unused)}
         own = self.loader.state_dict() if _is_stateful(self.loader) else None
-        if unused and own is not None:
+        left_out = max(0, unused - self._num_taken) if own is None else unused
+        if left_out:
             warnings.warn(
-                f"{unused} micro-batches that were read, but not used, are left out after a load", stacklevel=2
+                f"{left_out} micro-batches that were read, but not used, are left out after a load", stacklevel=2
             )
-        taken = max(0, self._num_taken - (unused if own is None else 0))
+        taken = self._num_taken - (unused - left_out)
         epoch = getattr(getattr(self.loader, "sampler", None), "epoch", None)
         return {"taken": taken, "epoch": epoch, "generator": self._generator if taken else None, "loader": own}
 

@@ -174,7 +174,8 @@ def use_a_pipelines_names() -> list[Any]:
         layer.register_forward_pre_hook(lambda *_: ran.append(1))
     engine.set_train_micro_batch_size(4)
     data = TensorDataset(torch.randn(8, 8), torch.randn(8, 1))
-    loader = engine.deepspeed_io(data)
+    with pytest.warns(UserWarning, match="num_local_io_workers=2 is not used"):
+        loader = engine.deepspeed_io(data, num_local_io_workers=2)
     sampled = engine.deepspeed_io(data, route="eval", batch_size=8, data_sampler=SequentialSampler(data))
     engine.train_batch(iter(loader))
     grid = PipelineParallelGrid(topology=PipeDataParallelTopology(2, 1))

@@ -337,3 +337,11 @@ def test_a_loader_that_shuffles_by_torchs_generator_is_brought_back(kind: type[D
     other.load_state_dict(state)
     torch.set_rng_state(generator)
     assert [next(other) for _ in range(9)] == rest
+
+
+def test_unused_micro_batches_of_the_epoch_before_are_left_out_with_a_warning():
+    loader = RepeatingLoader(DataLoader(range(3), batch_size=1, collate_fn=list))
+    [next(loader) for _ in range(4)]
+    assert loader.state_dict(1)["taken"] == 0
+    with pytest.warns(UserWarning, match="1 micro-batches that were read, but not used, are left out"):
+        loader.state_dict(2)
