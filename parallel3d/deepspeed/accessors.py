@@ -71,8 +71,8 @@ class DeepSpeedEngine(WritingEngine):
     ) -> DataLoader[Any]:
         """Return a loader of micro-batches: for route "train" without a sampler as `initialize` makes it of training_data.
 
-        Else of all samples, in the sampler's order or the dataset's. batch_size: a micro-batch's by default. Such a loader alone
-        has workers: those read ahead of the position that a checkpoint saves of the others.
+        Else of all samples, in the sampler's order or the dataset's. batch_size: a micro-batch's by default. Only such a loader
+        has workers: they would read ahead of the position that a checkpoint saves of the others.
         """
         size = batch_size or self.train_micro_batch_size_per_gpu()
         if data_sampler is None and route == "train":

@@ -166,11 +166,15 @@ def _index(options: argparse.Namespace, hosts: Mapping[str, list[int]]) -> int:
 
 @contextmanager
 def _pid_file(is_wanted: bool) -> Iterator[None]:
-    """Keep DeepSpeed's file of this process's id while the job runs."""
+    """Keep DeepSpeed's file of this process's id while the job runs. Raises ConfigError if it can't be written."""
     path = Path(tempfile.gettempdir(), f"{os.getpid()}.deepspeed")
     if is_wanted:
-        with path.open("x") as file:  # never another one's file
-            file.write(str(os.getpid()))
+        try:
+            path.unlink(missing_ok=True)  # of an earlier process with this id, which was killed
+            with path.open("x") as file:  # never through another one's link
+                file.write(str(os.getpid()))
+        except OSError as error:
+            raise ConfigError(f"--save_pid: {error}; remove that file, or set TMPDIR to another folder") from error
     try:
         yield
     finally:

@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 import traceback
+from pathlib import Path
 from types import TracebackType
 
 _PR_SET_PDEATHSIG = 1
@@ -35,12 +36,7 @@ def main() -> None:
     sys.argv = sys.argv[3:] if is_module else sys.argv[2:]
     _die_with(launcher_pid)
     if BINDS_CORES in os.environ:
-        cores, local, size = (
-            sorted(os.sched_getaffinity(0)),
-            int(os.environ["LOCAL_RANK"]),
-            int(os.environ["LOCAL_WORLD_SIZE"]),
-        )
-        os.sched_setaffinity(0, cores[local::size] or cores)
+        os.sched_setaffinity(0, own_cores(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])))
     faulthandler.enable()
     print_lines()
     error_file = os.environ["TORCHELASTIC_ERROR_FILE"]
@@ -62,6 +58,23 @@ def main() -> None:
         # A rank that hangs while it shuts down would keep the job alive: C code ends it, whoever holds the GIL.
         faulthandler.dump_traceback_later(_EXIT_TIMEOUT_S, exit=True)
         sys.exit(1)
+
+
+def own_cores(rank: int, size: int, root: str = "/sys/devices/system/cpu") -> list[int]:
+    """Return the rank's share of this process's cores: neighbours, on as few sockets and physical cores as possible.
+
+    root: the folder in which the kernel says where cores are. Where there are fewer cores than ranks, all have all.
+    """
+
+    def place(core: int) -> tuple[int, ...]:
+        try:
+            files = [f"{root}/cpu{core}/topology/{name}" for name in ("physical_package_id", "core_id")]
+            return tuple([int(Path(file).read_text()) for file in files])
+        except OSError:
+            return ()
+
+    cores = sorted(os.sched_getaffinity(0), key=lambda core: (place(core), core))
+    return cores[len(cores) * rank // size : len(cores) * (rank + 1) // size] if len(cores) >= size else cores
 
 
 def print_lines() -> None:

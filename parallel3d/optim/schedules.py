@@ -329,7 +329,7 @@ def build_scheduler(name: str, optimizer: torch.optim.Optimizer, params: Mapping
     return call(scheduler_class(name), optimizer, params, f"scheduler.params of {name}")
 
 
-def scheduler_class(name: str) -> type[AnySchedule]:
+def scheduler_class(name: str) -> Callable[..., AnySchedule]:
     """Return the class of the schedule that a configuration names. Raises ConfigError for an unknown name."""
     usable = [*_DEEPSPEED, *sorted(set(_TORCH) - set(_COMPOSITE))]
     if name.lower() in (composite.lower() for composite in _COMPOSITE):

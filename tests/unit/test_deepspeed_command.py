@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from parallel3d.launcher import cli, deepspeed, nodes
 from parallel3d.launcher import start as start_module
 from parallel3d.launcher.nodes import _PASSED_ON
 from parallel3d.launcher.start import choose_hosts
+from parallel3d.launcher.worker import own_cores
 from parallel3d.membership import TOKEN
 
 REPO = Path(__file__).parents[2]
@@ -122,6 +124,30 @@ def test_a_host_without_gpus_gets_cpu_processes_with_their_local_ranks(tmp_path:
     assert "there is no CUDA device; the number of CPU processes is 2" in said
     assert [row[:2] for row in found] == [[[f"--local_rank={rank}", "--text", 'a $x "b"'], "2"] for rank in (0, 1)]
     assert cores == 1 or not set(found[0][3]) & set(found[1][3])
+
+
+def test_a_rank_s_cores_are_neighbours_on_a_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of two sockets of two physical cores with two threads each, numbered as Linux does: all sockets' first threads first."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    for core in range(8):
+        topology = tmp_path / f"cpu{core}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "physical_package_id").write_text(f"{core % 2}\n")
+        (topology / "core_id").write_text(f"{core // 2 % 2}\n")
+    assert [own_cores(rank, 2, str(tmp_path)) for rank in (0, 1)] == [[0, 4, 2, 6], [1, 5, 3, 7]]
+    assert [own_cores(rank, 3, "nowhere") for rank in (0, 1, 2)] == [[0, 1], [2, 3, 4], [5, 6, 7]]
+    assert own_cores(8, 9, "nowhere") == list(range(8))
+
+
+def test_the_file_of_a_killed_process_with_this_id_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    file, options = tmp_path / f"{os.getpid()}.deepspeed", "--save_pid --dry_run --num_gpus 1 --module job".split()
+    file.write_text("old")
+    assert deepspeed.main(options) == 0
+    assert not file.exists()
+    file.mkdir()
+    with pytest.raises(ConfigError, match=r"--save_pid: .* remove that file"):
+        deepspeed.main(options)
 
 
 def test_several_hosts_are_started_by_ssh_with_this_one_s_folder_and_environment(tmp_path: Path):
