@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel3d.costs.devices import preset_of
@@ -33,6 +35,16 @@ class ForwardFlops(TorchDispatchMode):
         kind, number = cost_of(function, args, kwargs or {}, (), (), out)
         self.total += number if kind != "moved" else 0.0
         return out
+
+
+def of_step(forward: float, parameters: Iterable[nn.Parameter]) -> float:
+    """Return the FLOPs of a step whose forwards took these. parameters: this rank's, of which some may be frozen.
+
+    A backward has each product of the forward once more for the gradients of activations, and again for those of trained weights.
+    """
+    matrices = [parameter for parameter in parameters if parameter.dim() > 1]
+    frozen = sum(parameter.numel() for parameter in matrices if not parameter.requires_grad)
+    return forward * (3 - frozen / max(1, sum(parameter.numel() for parameter in matrices)))
 
 
 def peak_of(device: torch.device) -> float | None:

@@ -27,7 +27,7 @@ from parallel3d.config import SELECTIVE, Config, leaves_open
 from parallel3d.config.layout import Layout
 from parallel3d.config.section import dumped
 from parallel3d.engine.calls import StepProgress
-from parallel3d.engine.flops import ForwardFlops
+from parallel3d.engine.flops import ForwardFlops, of_step
 from parallel3d.engine.update import WeightUpdate
 from parallel3d.errors import ConfigError
 from parallel3d.logs import logger
@@ -213,8 +213,9 @@ class Reports:
             parts = {"loss": f"{float(loss):.4f}", "grad norm": norm, "lr": rates}
             return {**parts, **momentum, "skipped": str(update.skipped_steps)}
 
-        flops, self._flops = self._flops, None
-        self.monitor.finish(steps, progress.global_samples, describe, None if flops is None else flops.total)
+        counter, self._flops = self._flops, None
+        flops = None if counter is None else of_step(counter.total, self._model.parameters())
+        self.monitor.finish(steps, progress.global_samples, describe, flops)
         if self.monitor.prints(steps):
             if self._config.memory_breakdown:
                 self.memory_report()

@@ -179,8 +179,8 @@ class StepMonitor:
         self._printed = (0.0, -1, 0)
         self._paused: float | None = None  # when an evaluation or a save began after the last step
         self.values: dict[str, float] = {}
-        self._forward_flops: float | None = None  # of this rank in one step, once they are counted
-        # Tokens of this rank's inputs in the current step, since values were due, and in the step of _forward_flops.
+        self._flops: float | None = None  # of this rank in one step, once they are counted
+        # Tokens of this rank's inputs in the current step, since values were due, and in the step of _flops.
         self._tokens = self._recent_tokens = self._counted_tokens = 0
 
     def profile_next(self, what: Profile) -> None:
@@ -198,7 +198,7 @@ class StepMonitor:
     def counts_flops(self) -> bool:
         """Return whether the current step, an unprofiled one after the first, is to count its forwards' FLOPs, for MFU."""
         wanted = self._peak_flops is not None and (self._every is not None or self._logs)
-        return wanted and self._forward_flops is None and self._steps > 0 and not self.profiles
+        return wanted and self._flops is None and self._steps > 0 and not self.profiles
 
     def pause(self) -> None:
         """Leave the time from now to the next step's begin out of the speed, unless a step is under way."""
@@ -264,7 +264,7 @@ class StepMonitor:
     ) -> None:
         """End a step, counted from 1, and print what is due. Collective if something is.
 
-        - samples: trained on so far. flops: of this rank's forwards, if they were counted in this step.
+        - samples: trained on so far. flops: of this rank, if they were counted in this step.
         - describe: returns the parts of the line but for speed and memory, on rank 0; it may wait for the device.
         """
         assert self._step is not None
@@ -280,7 +280,7 @@ class StepMonitor:
         self._step, self._recording, self.profiles = None, None, frozenset()
         self._recent_tokens += self._tokens
         if flops is not None:
-            self._forward_flops, self._counted_tokens = flops, self._tokens
+            self._flops, self._counted_tokens = flops, self._tokens
         self.values = {}
         if self._bar is not None:
             self._bar.update(step)
@@ -306,7 +306,7 @@ class StepMonitor:
         """Return speed and memory since values were due last. Collective."""
         when, last_step, last_samples = self._printed
         groups, seconds, steps = self._groups, max(time.monotonic() - when, 1e-9), step - last_step
-        own = peak_memory(self._device, self.peak), self._forward_flops or 0.0
+        own = peak_memory(self._device, self.peak), self._flops or 0.0
         memory, flops = zip(*all_gather_object(own, groups.control), strict=True)
         values = {
             "seconds_per_step": seconds / steps,
@@ -316,9 +316,9 @@ class StepMonitor:
         if self._recent_tokens:
             values["tokens_per_second"] = self._recent_tokens * groups.data.size / seconds
         if self._peak_flops is not None and sum(flops):
-            # A backward computes twice what its forward does. FLOPs grow with the tokens, or else with the steps.
+            # FLOPs grow with the tokens, or else with the steps.
             counted = self._recent_tokens / self._counted_tokens if self._counted_tokens else steps
-            values["mfu"] = 3 * sum(flops) * counted / (seconds * self._peak_flops * len(flops))
+            values["mfu"] = sum(flops) * counted / (seconds * self._peak_flops * len(flops))
         return values
 
     def _sample(self, phase: str) -> None:
