@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from parallel3d.comm.collectives import everywhere
+from parallel3d.comm.collectives import Group, everywhere
 from parallel3d.comm.environment import init_distributed, local_device
 from parallel3d.config import BatchSizes, Config, batch_sizes, leaves_open, load
 from parallel3d.deepspeed.accessors import DeepSpeedEngine, PipelineEngine
@@ -77,9 +77,9 @@ def initialize(
     pipeline = _as_pipeline(model, settings)
     sizes = _batch_sizes(pipeline, settings)
     trained = _trainable(model.parameters() if model_parameters is None else model_parameters)
-    if settings.optimizer is not None and everywhere(not trained, pipeline.groups.control):
-        warnings.warn("no parameter requires a gradient: nothing is trained; set requires_grad of some", stacklevel=2)
     built = _make_optimizer(optimizer, trained, settings)
+    if built is not None:
+        _warn_of_untrained(model, built, pipeline.groups.control)
     scheduler = _make_scheduler(lr_scheduler, built, settings)
     loader = make_loader(pipeline, training_data, sizes, settings, collate_fn) if training_data is not None else None
     iterator = RepeatingLoader(loader) if loader is not None else None
@@ -254,6 +254,20 @@ def _make_optimizer(
     if config.optimizer is None:
         return None
     return build_optimizer(config.optimizer.type, parameters, config.optimizer.params)
+
+
+def _warn_of_untrained(model: nn.Module, optimizer: torch.optim.Optimizer, control: Group) -> None:
+    """Warn if nothing is trained, or if parameters require a gradient that the optimizer doesn't use. Collective."""
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    left = [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter not in held]
+    if everywhere(not held, control):
+        warnings.warn("no parameter requires a gradient: nothing is trained; set requires_grad of some", stacklevel=3)
+    elif left:
+        warnings.warn(
+            f"{len(left)} parameters require a gradient but are not in the optimizer, such as {left[0]}: their gradients take "
+            "memory, and count in the norm for gradient_clipping; freeze them by requires_grad_(False)",
+            stacklevel=3,
+        )
 
 
 def _make_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None, config: Config) -> Any:

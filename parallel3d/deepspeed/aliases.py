@@ -19,7 +19,7 @@ _SMALL = """checkpoint checkpoint.utils git_version_info moe moe.layer moe.utils
 runtime.bf16_optimizer runtime.checkpoint_engine runtime.checkpoint_engine.torch_checkpoint_engine runtime.config
 runtime.config_utils runtime.fp16 runtime.fp16.fused_optimizer runtime.fp16.unfused_optimizer runtime.hybrid_engine
 runtime.precision_config runtime.sequence_parallel runtime.sequence_parallel.ulysses_sp runtime.zero.config runtime.zero.stage3
-runtime.zero.stage_1_and_2 runtime.zero.utils sequence sequence.layer utils.groups utils.torch"""
+runtime.zero.stage_1_and_2 runtime.zero.utils sequence sequence.layer utils.groups utils.timer utils.torch"""
 # Modules whose names are all in deepspeed.runtime.
 _RUNTIME = """runtime runtime.lr_schedules runtime.pipe.topology runtime.utils runtime.zero runtime.zero.offload_config
 runtime.zero.partition_parameters"""

@@ -49,6 +49,8 @@ _NO_FILES = "checkpoints are safetensors files; read them by `p3d ckpt`, or by e
 _NO_ESTIMATE = (
     "`p3d plan` predicts the memory of a model in each layout, and engine.reports.memory_report() measures it"
 )
+_NO_TIMER = "`wall_clock_breakdown` prints the parts of a step's time, and engine.reports.time_breakdown() returns them"
+_NO_TUNING = "schedules are those of the configuration's section `scheduler`, such as LRRangeTest with its params"
 _NO_BUILDER = "kernels are PyTorch's, or this package's own, which `p3d build-kernels` compiles"
 _NO_COUNTERPART = {
     "MoE": _NO_EXPERTS,
@@ -62,6 +64,8 @@ _NO_COUNTERPART = {
         for of, remedy in {"data": _NO_GLOBALS, "model": _NO_GLOBALS, "expert": _NO_EXPERTS}.items()
         for what in ("group", "rank", "world_size")
     },
+    **dict.fromkeys(("SynchronizedWallClockTimer", "ThroughputTimer", "NoopTimer"), _NO_TIMER),
+    **dict.fromkeys(("add_tuning_arguments", "get_config_from_args"), _NO_TUNING),
     **dict.fromkeys(("TorchCheckpointEngine", "get_model_ckpt_name_for_rank", "fragment_address"), _NO_FILES),
     **{
         f"estimate_zero{stage}_model_states_mem_needs{what}": _NO_ESTIMATE

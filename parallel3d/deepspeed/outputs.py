@@ -89,6 +89,17 @@ class WritingEngine(Engine):
                 write_whole(Path(save_dir) / "zero_to_fp32.py", SCRIPT)
         return True
 
+    def load_checkpoint(
+        self, load_dir: Location, *args: Any, custom_load_fn: object = None, **options: Any
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Do what Engine's does. Raises ConfigError for DeepSpeed's custom_load_fn(src=state_dict, dst=module)."""
+        if custom_load_fn is not None:
+            raise ConfigError(
+                "custom_load_fn can't be called: no rank reads a whole state_dict; load_module_strict=False leaves out what "
+                "differs, and load_state_dict of the module, before initialize, takes any that the script has read and changed"
+            )
+        return super().load_checkpoint(load_dir, *args, **options)
+
     def module_state_dict(
         self,
         destination: Any = None,

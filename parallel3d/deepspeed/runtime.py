@@ -22,6 +22,7 @@ from parallel3d.comm.groups import PipelineParallelGrid
 from parallel3d.comm.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 from parallel3d.config.zero import OffloadOptimizerConfig as DeepSpeedZeroOffloadOptimizerConfig
 from parallel3d.config.zero import OffloadParamConfig as DeepSpeedZeroOffloadParamConfig
+from parallel3d.deepspeed import names
 from parallel3d.deepspeed.accelerator import get_accelerator
 from parallel3d.deepspeed.aliases import PLACES
 from parallel3d.errors import TopologyError
@@ -37,6 +38,9 @@ from parallel3d.zero.weights import WeightState as ZeroParamStatus
 
 # The modules in it whose names are all here.
 lr_schedules = utils = zero = partition_parameters = offload_config = sys.modules[__name__]
+add_tuning_arguments, get_config_from_args = (
+    vars(names)[name] for name in ("add_tuning_arguments", "get_config_from_args")
+)
 VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = VALID_LR_SCHEDULES
 WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "log", "linear"

@@ -40,7 +40,7 @@ class ForwardFlops(TorchDispatchMode):
 def of_step(forward: float, parameters: Iterable[nn.Parameter]) -> float:
     """Return the FLOPs of a step whose forwards took these. parameters: this rank's, of which some may be frozen.
 
-    A backward has each product of the forward once more for the gradients of activations, and again for those of trained weights.
+    A backward has each product of the forward once more for the gradient of an activation, and again for that of a weight.
     """
     matrices = [parameter for parameter in parameters if parameter.dim() > 1]
     frozen = sum(parameter.numel() for parameter in matrices if not parameter.requires_grad)

@@ -52,6 +52,12 @@ def train(*layers: Any, loss_fn: Any = mse_loss, data: Iterator[Any] | None = No
     engine.train_batch(batches() if data is None else data)
 
 
+def some_trained() -> parallel3d.DeepSpeedEngine:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    engine, *_ = parallel3d.initialize(model=model, config=CONFIG, model_parameters=model[1].parameters())
+    return engine
+
+
 # What is done, the type of the error, and what its message ends with (a regular expression).
 ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "layer": (
@@ -120,6 +126,11 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         r"layer 1, LayerSpec\(Linear\), can't be built: TypeError: .*'biass'",
     ),
+    "custom_load_fn": (
+        lambda: some_trained().load_checkpoint("runs/a", custom_load_fn=print),
+        ConfigError,
+        "custom_load_fn can't be called: no rank reads a whole state_dict; load_module_strict=False leaves out .*",
+    ),
     "schedule": (
         lambda: load({"pipeline": {"schedule": "DualPipeV"}}),
         ConfigError,
@@ -142,6 +153,7 @@ WARNINGS: dict[str, tuple[Callable[[], Any], str | None]] = {
         lambda: train(data=batches(samples=1)),
         "1 samples in a micro-batch, but the configuration says 2; is data",
     ),
+    "left out": (some_trained, "2 parameters require a gradient but are not in the optimizer, such as 0.weight: "),
     "frozen": (lambda: train(frozen=True), "no parameter requires a gradient: nothing is trained; set requires_grad"),
 }
 

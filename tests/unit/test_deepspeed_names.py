@@ -102,7 +102,11 @@ assert GatheredParameters is parallel3d.zero.GatheredParameters and Status is Ze
 assert OnDevice is deepspeed.OnDevice and deepspeed.tp_model_init is parallel3d.tp_model_init
 assert instrument_w_nvtx(len)([1, 2]) == 2
 deepspeed.comm.log_summary()
-for absent in (MoE, UlyssesSPAttentionHF, groups._get_data_parallel_group, estimate):
+from deepspeed.runtime.lr_schedules import add_tuning_arguments
+from deepspeed.utils.timer import SynchronizedWallClockTimer
+assert deepspeed.add_tuning_arguments is add_tuning_arguments
+told = SynchronizedWallClockTimer, add_tuning_arguments
+for absent in (MoE, UlyssesSPAttentionHF, groups._get_data_parallel_group, estimate, *told):
     assert not isinstance(layer, absent)
     try:
         absent(4)
