@@ -192,7 +192,7 @@ def find_checkpoint(decision: CollectiveDecision, load_dir: Path, tag: str | Non
     path = decision.make("load_checkpoint", {"directory": str(load_dir.absolute()), "tag": tag}, decide)
     if path is None and decision.rank == 0:
         warnings.warn(
-            f"nothing is loaded: there is no {load_dir / 'latest'}; save there first, or give a tag", stacklevel=4
+            f"nothing is loaded: there is no {load_dir / 'latest'}; save there first, or give a tag", stacklevel=5
         )
     return None if path is None else Path(path)
 

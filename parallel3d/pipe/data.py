@@ -18,23 +18,26 @@ class RepeatingLoader:
 
     def __init__(self, loader: Iterable[Any]):
         self.loader: Any = loader
-        self._start()
+        self._iterator: Iterator[Any] | None = None
+        self._num_taken = 0
+        if getattr(loader, "persistent_workers", False):
+            iter(loader)  # draws their seed now, so that each epoch draws its order alone
 
-    def _start(self) -> None:
+    def _start(self) -> Iterator[Any]:
+        # What shuffles draws an epoch's order at its first batch, or, where workers read ahead, before it.
+        self._generator = _generator_of(self.loader).get_state()
         self._iterator, self._num_taken = iter(self.loader), 0
+        return self._iterator
 
     def __iter__(self) -> RepeatingLoader:
         return self
 
     def __next__(self) -> Any:
         for _ in range(2):
-            if self._num_taken == 0:
-                # torch's samplers draw the order of an epoch at its first batch
-                self._generator = torch.get_rng_state()
             try:
-                batch = next(self._iterator)
+                batch = next(self._start() if self._iterator is None else self._iterator)
             except StopIteration:
-                self._start()
+                self._iterator = None
                 continue
             self._num_taken += 1
             return batch
@@ -63,7 +66,8 @@ class RepeatingLoader:
         """Continue at a position. If neither the loader nor its sampler has one, the batches before it are read and dropped.
 
         Such a loader must yield batches in the same order as before: its sampler gets the epoch that it had, by
-        `set_epoch`, and torch's generator the state that it had. Raises DataError if a loader of another kind was saved.
+        `set_epoch`, and what shuffles, its own generator or torch's, the state that it had. Raises DataError if a loader of
+        another kind was saved.
         """
         resumable = _resumable_sampler(self.loader)
         if (resumable is not None) != ("sampler" in state):
@@ -72,6 +76,8 @@ class RepeatingLoader:
             )
         if resumable is not None:
             resumable.load_state_dict(state["sampler"])
+            if self._iterator is None:
+                self._start()  # draws from torch's generator now, as when the state was saved
             return
         set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
         if set_epoch is not None and state["epoch"] is not None:
@@ -79,19 +85,24 @@ class RepeatingLoader:
         own = state.get("loader") if _is_stateful(self.loader) else None
         if own is not None:
             self.loader.load_state_dict(own)
-        self._start()
+        self._iterator, self._num_taken = None, 0
         if state["taken"]:
-            self._generator = state["generator"]
-            torch.set_rng_state(self._generator)
-        if own is None:
-            for _ in islice(self._iterator, state["taken"]):  # not past the epoch's end
+            _generator_of(self.loader).set_state(state["generator"])
+            for _ in islice(self._start(), state["taken"] if own is None else 0):  # not past the epoch's end
                 pass
-        self._num_taken = state["taken"]
+            self._num_taken = state["taken"]
 
 
 def _is_stateful(loader: Any) -> bool:
     """Return whether a loader has a position. accelerate's have the methods in any case."""
     return hasattr(loader, "load_state_dict") and bool(getattr(loader, "use_stateful_dataloader", True))
+
+
+def _generator_of(loader: Any) -> torch.Generator:
+    """Return the generator by which a loader of torch shuffles: its sampler's, its own or torch's."""
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
+    own = getattr(sampler, "generator", None)
+    return getattr(loader, "generator", None) or torch.default_generator if own is None else own
 
 
 def _resumable_sampler(loader: Any) -> MicroBatchSampler | None:

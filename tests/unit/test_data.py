@@ -321,19 +321,31 @@ def test_a_loader_with_its_own_position_is_not_read_again():
     assert [next(other) for _ in range(9)] == wanted
 
 
-@pytest.mark.parametrize("kind", [DataLoader, DataLoaderShard])  # accelerate's has a state_dict that raises
-def test_a_loader_that_shuffles_by_torchs_generator_is_brought_back(kind: type[DataLoader]):
+@pytest.mark.parametrize("batches", [2, 7], ids=["first epoch", "second epoch"])
+@pytest.mark.parametrize(
+    ("kind", "own", "more"),
+    [
+        (DataLoader, False, {}),
+        (DataLoaderShard, False, {}),  # accelerate's has a state_dict that raises
+        (DataLoader, True, {}),
+        (DataLoader, False, {"num_workers": 1, "persistent_workers": True}),  # they read ahead
+    ],
+    ids=["torch's", "accelerate's", "own generator", "workers"],
+)
+def test_a_loader_that_shuffles_is_brought_back(kind: type[DataLoader], own: bool, more: dict[str, Any], batches: int):
     def loader() -> RepeatingLoader:
-        return RepeatingLoader(kind(range(9), batch_size=2, shuffle=True, collate_fn=list))
+        generator = {"generator": torch.Generator().manual_seed(3)} if own else {}
+        return RepeatingLoader(kind(range(9), batch_size=2, shuffle=True, collate_fn=list, **generator, **more))
 
     torch.manual_seed(1)
     one = loader()
-    [next(one) for _ in range(7)]
+    [next(one) for _ in range(batches)]
     state, generator = one.state_dict(), torch.get_rng_state()
     rest = [next(one) for _ in range(9)]
     torch.manual_seed(2)
     other = loader()
-    next(other)
+    if not more:
+        next(other)
     other.load_state_dict(state)
     torch.set_rng_state(generator)
     assert [next(other) for _ in range(9)] == rest
