@@ -277,7 +277,15 @@ class StepByCalls:
         return torch.full((), torch.nan, dtype=torch.float64, device=self._model.device)  # waits for no copy
 
     def drop_unfinished(self) -> None:
-        """Start the step over if a backward that the script ran itself has not ended: it raised an exception."""
+        """Start the step over if a backward that the script ran itself has not ended: it raised an exception.
+
+        Raises ExecutionError inside a backward.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            raise ExecutionError(
+                "engine(...) was called inside a backward, as by torch.utils.checkpoint around it, and would draw other random "
+                "numbers; checkpoint parts of the module, or set activation_checkpointing"
+            )
         self._scaled = False
         if self._around is not None:
             with suppress(ExecutionError), self._around:

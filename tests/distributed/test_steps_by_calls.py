@@ -443,3 +443,17 @@ def backward_without_scale(before: str) -> str:
 @pytest.mark.parametrize("before", ["", "scale", "autograd.grad"])
 def test_float16_asks_for_the_loss_scale(run_ranks, before: str):
     assert "engine.scale(loss).backward()" in run_ranks(1, backward_without_scale, before)[0]
+
+
+def checkpoint_the_engine() -> tuple[str, float]:
+    engine = make(1)
+    with pytest.raises(ExecutionError) as caught:
+        engine.backward(checkpoint(engine, *micro_batch(0), use_reentrant=False))
+    train(engine, range(1, 2), by_calls=True)
+    return str(caught.value), engine.get_global_grad_norm().item()
+
+
+def test_a_call_of_the_engine_inside_a_backward_is_refused(run_ranks):
+    [(message, norm)] = run_ranks(1, checkpoint_the_engine)
+    assert "checkpoint parts of the module" in message
+    assert norm == pytest.approx(norm_of_mean([1], 1))
