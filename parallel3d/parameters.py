@@ -134,3 +134,10 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in submodule._buffers.items():
             if buffer is not None and name not in submodule._non_persistent_buffers_set:
                 yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield a module's submodules whose state_dict has what their get_extra_state returns, by its names there."""
+    for prefix, submodule in module.named_modules():
+        if type(submodule).get_extra_state is not nn.Module.get_extra_state:
+            yield f"{prefix}._extra_state".lstrip("."), submodule

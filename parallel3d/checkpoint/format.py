@@ -105,7 +105,8 @@ class TrainingState(_Record):
     """State of a training that is one for all ranks, in a manifest's `state`; values as encoded by values.py.
 
     layout: ranks along each axis; streams: seeds of the random streams; left_out: names of frozen parameters that were not
-    saved; huggingface: names of the weights there; copies: tied parameters of a module, by the names they are stored under.
+    saved; huggingface: names of the weights there; copies: tied parameters of a module, by the names they are stored under;
+    extra: what get_extra_state of the first replica's modules returned, by its names in a state_dict.
     """
 
     layout: dict[Literal["pipe", "data", "model"], Annotated[int, Field(gt=0)]]
@@ -118,6 +119,7 @@ class TrainingState(_Record):
     left_out: list[str]
     huggingface: dict[str, Any] | None
     copies: dict[str, str] = Field(default_factory=dict)
+    extra: dict[str, Any] = Field(default_factory=dict)
 
     @classmethod
     def check(cls, manifest: Manifest, path: Path) -> None:

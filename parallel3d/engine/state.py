@@ -26,7 +26,7 @@ from parallel3d.config import CheckpointConfig
 from parallel3d.engine.calls import StepProgress
 from parallel3d.engine.update import WeightUpdate
 from parallel3d.errors import CheckpointError, ConfigError
-from parallel3d.parameters import persistent_buffers, slicing_of
+from parallel3d.parameters import persistent_buffers, slicing_of, with_extra_state
 from parallel3d.pipe.batch import TrainingData
 from parallel3d.pipe.module import PipelineModule, tied_copies
 from parallel3d.rng import RandomStreams, generator_states, set_generator_states
@@ -82,6 +82,8 @@ class Checkpoints:
             tensors: dict[str, Tensor] = {}
             own = {"optimizer": optimizer, "rank": encode(self._own_state(), f"rank{self._groups.rank}", tensors)}
             own["huggingface"] = huggingface_names(self._model.layers, self._model.global_name)
+            extra = _extra_state(self._model) if self._groups.coordinate("data") == 0 else {}
+            own["extra"] = {name: encode(m.get_extra_state(), name, tensors) for name, m in extra.items()}
             own["frozen"] = [info.name for info in self._model.frozen_infos()] if exclude_frozen_parameters else []
             if self._groups.rank == 0:
                 state = {**self._shared_state(scheduler), "client_state": dict(client_state or {})}
@@ -154,8 +156,9 @@ class Checkpoints:
         }
         left_out = sorted({name for own in everyone for name in own["frozen"]})
         huggingface = merge_names(own["huggingface"] for own in everyone)
+        extra = {name: value for own in reversed(everyone) for name, value in own["extra"].items()}
         state = {**everyone[0]["shared"], "optimizer": optimizer, "left_out": left_out, "huggingface": huggingface}
-        return state, [own["rank"] for own in everyone]
+        return state | {"extra": extra}, [own["rank"] for own in everyone]
 
     def load(
         self,
@@ -220,6 +223,9 @@ class Checkpoints:
             bucket.follow_weights(self._update.sharded.settle)
         loading.read()
         self._replica_state.load(loading.replica)
+        for name, module in _extra_state(self._model).items():
+            if name in loading.state.get("extra", {}):
+                module.set_extra_state(loading.state["extra"][name])
         if everything:
             state, counters = loading.state, loading.state["counters"]
             self._progress.load_state_dict(counters)
@@ -348,6 +354,12 @@ def _other_state(model: PipelineModule) -> Iterator[tuple[str, Tensor]]:
     if isinstance(model.loss_fn, nn.Module):
         for name, tensor in (*model.loss_fn.named_parameters(), *persistent_buffers(model.loss_fn)):
             yield f"{MODEL}loss_fn.{name}", tensor
+
+
+def _extra_state(model: PipelineModule) -> dict[str, nn.Module]:
+    """Return this rank's modules that have other state than tensors, by its names in the model's state_dict."""
+    layers = model.layers.items()
+    return {model.global_name(int(layer), k): m for layer, top in layers for k, m in with_extra_state(top)}
 
 
 class _ReplicaState:

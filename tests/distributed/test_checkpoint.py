@@ -414,6 +414,39 @@ def test_parameter_groups_keep_their_settings(run_ranks, tmp_path: Path) -> None
     assert unchanged
 
 
+class Scaled(nn.Linear):
+    """Has state that is no tensor, as layers in fp8 have."""
+
+    largest = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.largest = max(self.largest, x.detach().abs().max().item())
+        return super().forward(x / self.largest)
+
+    def get_extra_state(self) -> dict[str, float]:
+        return {"largest": self.largest}
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        self.largest = state["largest"]
+
+
+def with_extra_state(directory: str, saves: bool) -> float:
+    layers, stages = [parallel3d.LayerSpec(Scaled, 4, 4)] * 2, torch.distributed.get_world_size()
+    engine = plain(PipelineModule(layers, num_stages=stages, loss_fn=nn.functional.mse_loss, base_seed=1))
+    x = torch.ones(2, 4)
+    if saves:
+        engine.train_batch(iter([(8 * x, x)]))
+        engine.save_checkpoint(directory)
+    else:
+        engine.load_checkpoint(directory)
+    return engine.train_batch(iter([(x, x)])).item()
+
+
+def test_state_that_is_no_tensor_is_saved_and_loaded(run_ranks, tmp_path: Path) -> None:
+    unbroken, _ = run_ranks(2, with_extra_state, str(tmp_path), True)
+    assert run_ranks(1, with_extra_state, str(tmp_path), False) == [pytest.approx(unbroken)]
+
+
 # Saving while training goes on
 
 
