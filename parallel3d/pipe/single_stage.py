@@ -35,7 +35,7 @@ class SingleStageModule(PipelineModule):
         self._unit_of = {
             f"{path}.{name}" if path else name: units[module]
             for path, module in model.named_modules(remove_duplicate=False)
-            for name in module._parameters
+            for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)
         }
         self._given_groups = groups
         topology = None if groups is None else groups.topology

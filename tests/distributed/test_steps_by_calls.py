@@ -457,3 +457,20 @@ def test_a_call_of_the_engine_inside_a_backward_is_refused(run_ranks):
     [(message, norm)] = run_ranks(1, checkpoint_the_engine)
     assert "checkpoint parts of the module" in message
     assert norm == pytest.approx(norm_of_mean([1], 1))
+
+
+def train_scripted() -> float:
+    torch.manual_seed(0)
+    model = torch.jit.script(nn.Sequential(nn.Linear(WIDTH, 1), nn.Tanh()))
+    engine, *_ = parallel3d.initialize(model=model, config=SIZES)
+    engine.backward(engine(micro_batch(0)[0]).mean())
+    engine.step()
+    return engine.get_global_grad_norm().item()
+
+
+def test_a_module_of_torchscript_is_trained(run_ranks):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, 1), nn.Tanh())
+    plain(micro_batch(0)[0]).mean().backward()
+    wanted = torch.stack([p.grad.norm() for p in plain.parameters() if p.grad is not None]).norm().item()
+    assert run_ranks(1, train_scripted) == [pytest.approx(wanted)]
