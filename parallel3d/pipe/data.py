@@ -101,8 +101,8 @@ def _is_stateful(loader: Any) -> bool:
 def _generator_of(loader: Any) -> torch.Generator:
     """Return the generator by which a loader of torch shuffles: its sampler's, its own or torch's."""
     sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
-    own = getattr(sampler, "generator", None)
-    return getattr(loader, "generator", None) or torch.default_generator if own is None else own
+    own = (getattr(owner, "generator", None) for owner in (sampler, loader))
+    return next((generator for generator in own if isinstance(generator, torch.Generator)), torch.default_generator)
 
 
 def _resumable_sampler(loader: Any) -> MicroBatchSampler | None:
