@@ -184,6 +184,8 @@ def find_checkpoint(decision: CollectiveDecision, load_dir: Path, tag: str | Non
         chosen = latest_tag(place) if values[0]["tag"] is None else values[0]["tag"]
         if chosen is None:
             return [None] * len(values)
+        if not chosen and values[0]["tag"] is None:
+            raise CheckpointError(f"{place / 'latest'} is empty; give load_checkpoint a tag, or call engine.resume")
         path = find(place, chosen)
         with naming_others(place, chosen):
             check_complete(path)

@@ -9,6 +9,7 @@ import shutil
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,7 +24,7 @@ from parallel3d.checkpoint.format import (
     manifest_text,
     read_manifest,
 )
-from parallel3d.checkpoint.read import Reader
+from parallel3d.checkpoint.read import Reader, find_checkpoint
 from parallel3d.errors import CheckpointError
 
 
@@ -354,3 +355,12 @@ def test_a_manifest_comes_back_and_any_changed_byte_is_found(tmp_path: Path) -> 
 def test_a_manifest_names_no_file_outside(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no name of a file"):
         Manifest.model_validate({**manifest().model_dump(), "files": {"../x": {"num_bytes": 1, "header_crc32": 0}}})
+
+
+def test_an_empty_latest_is_told_and_passed_over_by_resume(tmp_path: Path) -> None:
+    write(tmp_path, "step1", saved=1.0)
+    (tmp_path / "latest").write_text("")
+    alone = SimpleNamespace(rank=0, make=lambda _, value, decide: decide([value])[0])
+    with pytest.raises(CheckpointError, match="latest is empty; give load_checkpoint a tag, or call"):
+        find_checkpoint(alone, tmp_path, None)  # type: ignore[arg-type]
+    assert [tag for tag, error in d.candidates(tmp_path) if error is None] == ["step1"]
