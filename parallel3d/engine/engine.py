@@ -89,22 +89,21 @@ class Engine:
         on_loss = numerics.loss if numerics is not None else None
         open_tensor_parallel(self.process_groups, model.device, config)
         self._garbage = GarbageFreezer(config.gc_freeze and model.device.type == "cuda")
-        runner = BatchRunner(model, config, self.update, precision, progress, self.reports, on_loss, transport)
-        self._runner, programs = runner, runner.programs
+        self._runner = BatchRunner(model, config, self.update, precision, progress, self.reports, on_loss, transport)
         parts = model, self.module, self.update, precision, progress, self.data
-        self._calls: StepByCalls = StepByCalls(*parts, runner.attending, on_loss, runner.fp8)
+        self._calls: StepByCalls = StepByCalls(*parts, self._runner.attending, on_loss, self._runner.fp8)
         measures = config.pipeline.schedule == "auto"
-        self._auto = AutoSchedule(model, programs, config.pipeline, monitor) if measures else None
+        self._auto = AutoSchedule(model, self._runner.programs, config.pipeline, monitor) if measures else None
         self._runner.split_backwards(batch_sizes.num_micro_batches)
         self.checkpoints = Checkpoints(model, config.checkpoint, self.update, progress, self.data, self._runner.streams)
         self.compilation = Compilation(model, config, self.update.reducer.sink, self._runner.blocks)
         if config.compile.enabled:
             self.compile()
-        self._attribution = Attribution(self, model.groups, config.failures, programs.get, model.device)
+        self._attribution = Attribution(self, model.groups, config.failures, self._runner.programs.get, model.device)
         if numerics is not None:
             numerics.watch_layers()
         if config.dump_state:
-            self.reports.dump_state(programs.get(batch_sizes.num_micro_batches, training=True))
+            self.reports.dump_state(self._runner.programs.get(batch_sizes.num_micro_batches, training=True))
 
     def __getattr__(self, name: str) -> Any:
         module = self.__dict__.get("module")
@@ -373,7 +372,8 @@ class Engine:
         """
         strict = load_module_strict if strict is None else strict
         scheduler = self.lr_scheduler if load_lr_scheduler_states else None
-        return self.checkpoints.load(load_dir, tag, load_optimizer_states, scheduler, load_module_only, strict)
+        trains = load_optimizer_states and self.optimizer is not None
+        return self.checkpoints.load(load_dir, tag, trains, scheduler, load_module_only, strict)
 
     def resume(self, load_dir: Location) -> dict[str, Any] | None:
         """Continue from the newest complete checkpoint of a directory; return its client_state, or None where there is none.

@@ -334,6 +334,9 @@ def fit_badly(directory: str) -> dict[str, Any]:
     sgd = plain(Net(3, more=False), "SGD")
     found["module only"] = (sgd.load_checkpoint(directory, tag="whole", load_module_only=True)[0], sgd.global_steps)
     found["weights"] = equal(sgd.module.state_dict(), engine.module.state_dict())
+    evaluated = parallel3d.initialize(model=Net(3, more=False), config={"train_micro_batch_size_per_gpu": 2})[0]
+    evaluated.load_checkpoint(directory, tag="whole")  # it has no optimizer
+    found["evaluated"] = equal(evaluated.module.state_dict(), engine.module.state_dict())
     own = Net(3, more=False)
     kept = own.frozen.weight.clone()
     trained = plain(own)
@@ -367,6 +370,7 @@ def test_what_does_not_fit_is_listed(run_ranks, tmp_path: Path) -> None:
     assert "load_module_only=True" in found["sgd"]
     assert found["module only"] == (str(tmp_path / "whole"), 0)
     assert found["weights"]
+    assert found["evaluated"]
     assert found["frozen"]
     assert "optimizer/*/frozen.weight (the optimizer didn't hold it)" in found["thawed"]
     assert found["nothing"] == (None, None)
