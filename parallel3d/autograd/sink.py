@@ -129,6 +129,7 @@ class GradientSink:
         # Called by the current backward with a weight gradient, instead of returning it to autograd.
         self._take: Callable[[nn.Parameter, Recipe], None] | None = None
         self._factor = 1.0  # of the gradients of the current backward
+        self._lost: list[str] = []  # parameters that are another sink's now
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle a sink as a new one without parameters: it must not take gradients of a copied layer."""
@@ -147,16 +148,17 @@ class GradientSink:
 
         Attaching again replaces the accumulator; a parameter that was another sink's leaves that one.
         """
+        named = name or f"of shape {list(parameter.shape)}"
         for owner in {_owner(hook) for hook in _hooks(parameter)}:
             sink = owner.sink() if owner is not None else None
             if sink is not None:
                 sink.detach(parameter)
+                sink._lost += [named] if sink is not self else []
         hooks = _Hooks(self, parameter)
         handles = [
             parameter.register_hook(hooks.before_accumulation),
             parameter.register_post_accumulate_grad_hook(hooks.after_accumulation),
         ]
-        named = name or f"of shape {list(parameter.shape)}"
         self._ledger[parameter] = _Entry(named, accumulator, overwrites, handles)
 
     def detach(self, parameter: nn.Parameter) -> None:
@@ -170,7 +172,14 @@ class GradientSink:
 
         If the accumulator is a tensor of the parameter's dtype, it becomes `.grad`, because a user's
         `zero_grad(set_to_none=True)` may have dropped it. Any other `.grad` is None outside of a backward.
+
+        Raises ExecutionError if another sink has taken a parameter since.
         """
+        if self._lost:
+            raise ExecutionError(
+                f"{len(self._lost)} parameters of this engine, such as {self._lost[0]}, are another one's that was made later; "
+                "have one engine train a module that contains all that shares them"
+            )
         self._queues.clear()
         for parameter, entry in self._ledger.items():
             entry.touched = entry.holds_gradient = False

@@ -670,6 +670,9 @@ def test_another_sink_takes_over() -> None:
     assert not first.touched()
     assert not first.completed
     assert not any(gradient.any() for gradient in first.gradients.values())
+    second.sink.open()
+    with pytest.raises(ExecutionError, match=r"such as of shape \[.*, are another one's that was made later"):
+        first.sink.open()
 
 
 def test_a_forward_of_the_users_own_stays() -> None:
