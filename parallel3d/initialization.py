@@ -56,7 +56,7 @@ def initialize(
 
     - config (or config_params, or args.deepspeed_config): a path, mapping or base64 text with DeepSpeed's keys.
     - auto: values for keys that are "auto", nested or dotted. Your own optimizer or loader fills some of them.
-    - optimizer: an optimizer, or a callable of the parameters; None for the configuration's, or to evaluate only.
+    - optimizer: an optimizer, or a callable of the parameters; None for the configuration's, or to evaluate only, all frozen.
     - model_parameters: the parameters to train, or groups of them; by default all that require a gradient.
     - training_data: a dataset of samples, (inputs, labels) for a PipelineModule, for which a loader is made: it may be a
       stream without length, of which every replica reads all samples. Or a DataLoader of this replica's micro-batches.
@@ -261,7 +261,11 @@ def _warn_of_untrained(model: nn.Module, optimizer: torch.optim.Optimizer, contr
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     left = [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter not in held]
     if everywhere(not held, control):
-        warnings.warn("no parameter requires a gradient: nothing is trained; set requires_grad of some", stacklevel=3)
+        warnings.warn(
+            "no parameter requires a gradient: nothing is trained; set requires_grad of some, which an engine without an "
+            "optimizer turns off",
+            stacklevel=3,
+        )
     elif left:
         warnings.warn(
             f"{len(left)} parameters require a gradient but are not in the optimizer, such as {left[0]}: their gradients take "
