@@ -165,8 +165,11 @@ def function_of(layer: Layer, module: Any) -> Callable[[Any], Any]:
     return function
 
 
-def check_layers(layers: Sequence[Layer]) -> None:
-    """Raise PartitionError unless the list has an entry and every entry can be a layer."""
+def check_layers(layers: Sequence[Layer], loss_fn: LossFunction = None) -> None:
+    """Raise PartitionError unless the list has an entry, every entry can be a layer, and loss_fn, if given, be called."""
+    if isinstance(loss_fn, type) or not (loss_fn is None or isinstance(loss_fn, LayerSpec) or callable(loss_fn)):
+        shown = f"the class {loss_fn.__name__}" if isinstance(loss_fn, type) else repr(loss_fn)
+        raise PartitionError(f"loss_fn is {shown}; give a function of (outputs, labels), such as torch.nn.MSELoss()")
     if not layers:
         raise PartitionError("PipelineModule got an empty list of layers; give it at least one")
     for k, layer in enumerate(layers):

@@ -87,7 +87,7 @@ def load_subject(target: str, seed: int) -> Subject:
         raise ConfigError(f"{target}: {describe(error)}; it is called without arguments") from error
     subject = _as_subject(made, target)
     torch.manual_seed(seed)
-    check_layers(subject.layers)
+    check_layers(subject.layers, subject.loss_fn)
     return subject
 
 

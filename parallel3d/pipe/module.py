@@ -109,7 +109,7 @@ class PipelineModule(nn.Module):
         # Called with a module before its weights are read: a sharded optimizer may still be gathering them.
         self.wait_for_weights: Callable[[nn.Module], None] = lambda module: None
         layers = list(layers)
-        check_layers(layers)
+        check_layers(layers, loss_fn)
         settings = resolve_settings(
             config,
             topology,

@@ -106,6 +106,11 @@ def test_lists_of_layers_are_checked():
         check_layers([nn.ReLU(), nn.ReLU])
     with pytest.raises(PartitionError, match="layer 0 is 3; give"):
         check_layers([3])
+    check_layers([double], nn.MSELoss())
+    with pytest.raises(PartitionError, match=r"loss_fn is the class MSELoss; give .* such as torch.nn.MSELoss\(\)"):
+        check_layers([double], nn.MSELoss)  # type: ignore[arg-type]
+    with pytest.raises(PartitionError, match="loss_fn is 'mse'; give"):
+        check_layers([double], "mse")  # type: ignore[arg-type]
 
 
 def test_layers_have_the_names_of_their_classes_and_functions():
