@@ -99,17 +99,17 @@ class Bucket:
         zeros = partial(torch.zeros, dtype=self.gradient_dtype, device=self.device)
         self.gradients = None if layout.is_transient else zeros(self.numel)
         self.gradient_shard = zeros(layout.shard_numel) if self.gradients is None else self.gradients[self.shard]
-        # Whether gradient_shard is zero since the last step.
-        self.is_cleared = False
+        # Whether gradient_shard is zero since the last step, or was divided in it, by loss scale and clipping.
+        self.is_cleared = self.is_divided = False
         offload = layout.policy.offload if layout.is_offloaded else None
         self.spans = self._cut_spans(offload.window if offload is not None else layout.shard_numel)
         self.pieces = [piece for span in self.spans for piece in span.pieces]
         # How often each parameter has been written to: our own writes go into the flat buffer and don't count.
         self._versions = {piece: piece.info.parameter._version for piece in self.pieces}
 
-    def mark_cleared(self, is_cleared: bool = True) -> None:
-        """Note whether gradient_shard is zero, so that nobody has to clear it again."""
-        self.is_cleared = is_cleared
+    def mark_gradients(self, is_cleared: bool = False, is_divided: bool = False) -> None:
+        """Note what was done with gradient_shard where it is: it is zero, so that nobody has to clear it again, or divided."""
+        self.is_cleared, self.is_divided = is_cleared, is_divided
 
     def view(self, flat: Tensor, k: int) -> Tensor:
         """Return parameter k's part of a flat buffer of the bucket, in its shape."""
@@ -222,6 +222,7 @@ class Bucket:
             flat = flat.to(self.master_dtype)
         if factor is not None:
             flat.mul_(factor)
+            self.is_divided = gradients is None and not self.copies_gradients
         for piece in span.pieces:
             piece.master.grad = None  # it is the accumulator if the parameter is its own master
             if piece.info.parameter not in untouched:

@@ -133,13 +133,15 @@ class ShardedOptimizer:
             self.offloaded.step(untouched, factor, lambda: self._step_resident(others, untouched, factor))
         else:
             self._step_resident(others, untouched, factor)
-        for name in ("grad_scale", "found_inf"):
-            vars(optimizer).pop(name, None)
+        if vars(optimizer).pop("grad_scale", None) is not None:  # the kernels have divided
+            for bucket in others:
+                bucket.mark_gradients(is_divided=not bucket.copies_gradients)
+        vars(optimizer).pop("found_inf", None)
         self._stale = {bucket for bucket in self.buckets if bucket.partition.size > 1 and bucket.sharded is None}
         if fused is not None and ours:
             fused.step(ours, untouched, divisor, overflow)
             for bucket in ours:
-                bucket.mark_cleared(overflow is None and fused.clears(bucket))
+                bucket.mark_gradients(overflow is None and fused.clears(bucket))
             self._stale -= {bucket for bucket in ours if fused.writes_peers(bucket)}
         if self.offloaded is not None:
             self.offloaded.after_step()

@@ -164,6 +164,7 @@ class GradientReducer:
         for buffers in self._transient.values():
             buffers.release_all()
         for bucket in self.all_buckets():
+            bucket.mark_gradients(bucket.is_cleared)
             if bucket.gradients is None:
                 if not bucket.is_cleared:
                     bucket.gradient_shard.zero_()
@@ -228,7 +229,7 @@ class GradientReducer:
 
     def _reduce(self, bucket: Bucket, flat: Tensor, accumulate: bool) -> _Reduction:
         """Sum `flat` over data parallelism into the bucket's shard, and add the shard's contents if `accumulate`."""
-        bucket.mark_cleared(False)
+        bucket.mark_gradients()
         shard, dtype = bucket.gradient_shard, self._policy.communication_dtype or flat.dtype
         kernel = self._data_group.reduce_scatter_kernel if self._partition.size > 1 else None
         if kernel is not None and kernel.takes(flat, shard, dtype):

@@ -52,14 +52,14 @@ class WholeState:
     def read(self, what: str, local: bool = False) -> Tensor | None:
         """Return a copy in the parameter's shape, or, flat, of this rank's part; None if there is none.
 
-        what: MASTER (in fp32 or wider), GRADIENT (of the mean loss, summed over the replicas, before clipping), or the name of
-        a state of the optimizer with an element for each of the parameter.
+        what: MASTER (in fp32 or wider), GRADIENT (of the mean loss, summed over the replicas; after the step, if it is kept, as
+        the optimizer got it, clipped), or the name of a state of the optimizer with an element for each of the parameter.
         """
         group = self._prepare(what)
         found = self._local(what) if local else self._whole(what)
         if found is not None and group is not None:
             all_reduce(found, group).wait()
-        return found / self._factor() if found is not None and what == GRADIENT else found
+        return found / self._scale() if found is not None and what == GRADIENT else found
 
     @torch.no_grad()
     def write(self, what: str, value: Tensor, local: bool = False) -> None:
@@ -71,7 +71,7 @@ class WholeState:
         group = self._prepare(what)
         if what == GRADIENT:
             is_summed_later = group is not None and group.index > 0
-            value = value * (0.0 if is_summed_later else self._factor())
+            value = value * (0.0 if is_summed_later else self._scale())
         shards = list(self._shards())
         parts = self._split(value, shards) if local else [self._part(value, shard) for shard in shards]
         for shard, part in zip(shards, parts, strict=True):
@@ -81,6 +81,9 @@ class WholeState:
             if self._bucket.partition.size > 1:
                 self._bucket.gather().wait()
             self._on_weights()
+
+    def _scale(self) -> float:
+        return 1.0 if self._bucket.is_divided else self._factor()
 
     def _prepare(self, what: str) -> Group | None:
         """Make state ready to be read and written; return the ranks that have parts of it to be summed, None if it is whole."""

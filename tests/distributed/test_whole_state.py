@@ -56,8 +56,8 @@ def test_gradients_of_which_ranks_have_parts_can_be_read_and_written(run_ranks, 
         assert norm == pytest.approx(used.norm().item())
 
 
-def read_between_micro_batches(stage: int) -> tuple[str | None, list[float]]:
-    config: dict[str, Any] = {**SIZES, **SGD, "gradient_accumulation_steps": 2}
+def read_between_micro_batches(stage: int, half: dict[str, Any]) -> tuple[str | None, list[float]]:
+    config: dict[str, Any] = {**SIZES, **SGD, "gradient_accumulation_steps": 2, **half}
     config["zero_optimization"] = {"stage": stage, "reduce_per_micro_batch": stage == 2}
     engine, *_ = parallel3d.initialize(model=nn.Linear(2, 1), config=config)
     weight, x, refused, read = engine.module.weight, torch.ones(1, 2) + engine.global_rank, None, []
@@ -72,9 +72,9 @@ def read_between_micro_batches(stage: int) -> tuple[str | None, list[float]]:
     return refused, [*read, utils.safe_get_full_grad(weight)[0, 0].item(), engine.get_global_grad_norm().item()]
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_gradients_are_read_and_written_once_they_are_summed(run_ranks, stage: int):
-    for refused, read in run_ranks(2, read_between_micro_batches, stage):
+@pytest.mark.parametrize(("stage", "half"), [(1, {}), (2, {}), (2, {"fp16": {"enabled": True, "loss_scale": 64}})])
+def test_gradients_are_read_and_written_once_they_are_summed(run_ranks, stage: int, half: dict[str, Any]):
+    for refused, read in run_ranks(2, read_between_micro_batches, stage, half):
         if stage == 1:
             assert "not yet summed over the 2 replicas" in refused
             assert "at engine.is_gradient_accumulation_boundary()" in refused

@@ -141,6 +141,6 @@ def test_what_other_slices_left_of_a_batch_that_failed_is_no_part_of_the_next(mo
     monkeypatch.setattr(reducer_module, "all_reduce", all_reduce)
     reducer = GradientReducer(infos, POLICY, 0, PAIR, {})
     (bucket,) = reducer.all_buckets()
-    bucket.mark_cleared()
+    bucket.mark_gradients(is_cleared=True)
     reducer.start_step()
     assert not bucket.gradient_shard.any()
