@@ -5,8 +5,9 @@ Of a frozen parameter there is no state: reading gives None, and writing raises 
 
 - `..._full_...`: the whole tensor, in the parameter's shape. `..._local_...`: this rank's part, flat; see WholeState.
 - `..._fp32_param`: the master, in fp32 or wider, which the weights follow when it is written.
-- `..._grad`: the gradient, summed over the replicas, from the step's last backward on; raises ExecutionError before it, unless
-  each micro-batch's gradients are summed (reduce_per_micro_batch).
+- `..._grad`: the gradient over all replicas, from the step's last backward on: of the mean loss, or of the sum where losses are
+  (sum, count), whose total count is known in the step. Raises ExecutionError before that backward, unless each micro-batch's
+  gradients are summed (reduce_per_micro_batch).
 - `..._optimizer_state`: that of a key, such as "exp_avg"; None as long as there is none, as before the first step.
 """
 
