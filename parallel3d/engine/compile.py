@@ -89,7 +89,7 @@ class Compilation:
             if not port.leads_to(layer._parameters.get("weight"), layer._parameters.get("bias")):
                 raise ExecutionError(
                     f"a parameter of layer {name!r} is another object than when it was compiled, and gets no gradient; change "
-                    "it in place, by weight.data.copy_(...), or replace it before parallel3d.initialize"
+                    "it in place, by weight.copy_(...) in torch.no_grad(), or replace it before parallel3d.initialize"
                 )
 
     def _compile_layer(self, module: nn.Module, options: Mapping[str, Any]) -> None:

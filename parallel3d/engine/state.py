@@ -76,7 +76,7 @@ class Checkpoints:
                 warnings.warn(
                     f"{done} micro-batches of a step are done, whose gradients a checkpoint doesn't hold; save after "
                     "engine.step() of its last to keep what they give",
-                    stacklevel=7,
+                    stacklevel=8,
                 )
             parts, optimizer = _parts_of_engine(self._model, self._update, exclude_frozen_parameters)
             tensors: dict[str, Tensor] = {}
