@@ -64,8 +64,11 @@ class Structure:
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
         """Return the pytree with these tensors in place of their specs."""
         remaining = iter(tensors)
-        filled = (_replaced(leaf, TensorSpec, lambda _: next(remaining)) for leaf in self.leaves)
-        return tree_unflatten(filled, self.tree)
+
+        def following(_: TensorSpec) -> Tensor:
+            return next(remaining)
+
+        return tree_unflatten([_replaced(leaf, TensorSpec, following) for leaf in self.leaves], self.tree)
 
 
 def _found(value: Any, kind: type[T]) -> list[T]:
@@ -106,7 +109,7 @@ def describe(value: Any) -> tuple[Structure, list[Tensor]]:
         tensors.append(tensor)
         return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
-    return Structure(tree, tuple(_replaced(leaf, Tensor, taken) for leaf in leaves)), tensors
+    return Structure(tree, tuple([_replaced(leaf, Tensor, taken) for leaf in leaves])), tensors
 
 
 @dataclass(frozen=True)
