@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from parallel3d.errors import ConfigError, nearest
 from parallel3d.kernels.rotary import rotate
 from parallel3d.kernels.swiglu import swiglu
 from parallel3d.models.config import DecoderConfig
-from parallel3d.models.huggingface.weights import Part, Weights
+from parallel3d.models.huggingface.weights import Weights
 from parallel3d.models.layers import (
     DecoderLayer,
     FinalNorm,
@@ -138,8 +138,6 @@ class _Residual(DecoderLayer):
 class Attention(_Residual):
     """First half of a block: x + attention(norm(x)) on hidden states [batch, seq, hidden]."""
 
-    parts: ClassVar[tuple[Part, ...]] = ("attention",)
-
     def _make(self) -> None:
         config, sharding = self.config, self._sharding
         heads = AttentionHeads(config.num_heads, config.kv_heads, config.dim_of_head)
@@ -204,8 +202,6 @@ class Attention(_Residual):
 class FeedForward(_Residual):
     """Second half of a block: x + mlp(norm(x)) on hidden states [batch, seq, hidden]."""
 
-    parts: ClassVar[tuple[Part, ...]] = ("feed_forward",)
-
     def _make(self) -> None:
         config, options = self.config, self._sharding.of_linears
         hidden, ffn = config.hidden_size, config.ffn_size
@@ -225,8 +221,6 @@ class FeedForward(_Residual):
 
 class Block(Attention, FeedForward):
     """Block of a decoder: x + attention(norm(x)), then x + mlp(norm(x)) on hidden states [batch, seq, hidden]."""
-
-    parts = ("attention", "feed_forward")
 
     def _run(self, hidden: Tensor, length: int | None, *of_tables: Any) -> Tensor:
         normed, hidden = normalized(self.mlp_norm, super()._run(hidden, length, *of_tables))

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from parallel3d.errors import DataError
 from parallel3d.kernels.rms_norm import rms_norm
 from parallel3d.models.config import DecoderConfig
 from parallel3d.models.huggingface.config import config_json
-from parallel3d.models.huggingface.weights import Part, Weights, load_layer, load_layer_later, names_of
+from parallel3d.models.huggingface.weights import Weights, load_layer, load_layer_later, stored_as
 from parallel3d.models.loss import SlicedLogits
 from parallel3d.models.tables import Tables
 from parallel3d.parameters import slicing_of, whole_shape
@@ -137,7 +137,6 @@ class DecoderLayer(nn.Module, ABC):
     - weights: read instead of drawn. dtype: of the parameters, torch's default one for None.
     """
 
-    parts: ClassVar[tuple[Part, ...]]
     _past: KeyValues | None = None
 
     def __init__(
@@ -173,8 +172,7 @@ class DecoderLayer(nn.Module, ABC):
 
     def stored(self) -> LayerNames:
         """Return how each parameter is stored in a Hugging Face checkpoint."""
-        names = [names_of(self.config, part, self._layer) for part in self.parts]
-        return {name: stored for of_part in names for name, stored in of_part.items()}
+        return {name: stored_as(self.config, self._layer, name, p) for name, p in self.named_parameters()}
 
     def config_json(self) -> dict[str, Any]:
         """Return the whole model's config.json. Raises ConfigError if Hugging Face has no such architecture."""
@@ -249,8 +247,6 @@ def check_tokens(inputs: Any, vocab_size: int) -> None:
 class TokenEmbedding(DecoderLayer):
     """Embedding: token ids [batch, seq], or {"input_ids", "attention_mask", "position_ids"} -> hidden states or a Stream."""
 
-    parts = ("embedding",)
-
     def _make(self) -> None:
         config, sharding = self.config, self._sharding
         learned = config.rope is None
@@ -305,8 +301,6 @@ class FinalNorm(DecoderLayer):
     In a generation they are those of the last position, unless they are a shard.
     """
 
-    parts = ("final_norm",)
-
     def _make(self) -> None:
         self.norm = self._sharding.norm(make_norm(self.config))
 
@@ -320,8 +314,6 @@ class FinalNorm(DecoderLayer):
 
 class Head(DecoderLayer):
     """Head: hidden states -> logits [batch, seq, vocab]; SlicedLogits if the vocabulary is sharded."""
-
-    parts = ("head",)
 
     def _make(self) -> None:
         hidden, vocab = self.config.hidden_size, self.config.vocab_size

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from parallel3d.checkpoint.export import Stored
 from parallel3d.config.files import parse_json, read_mapping
 from parallel3d.config.load import Source, load_sections
 from parallel3d.errors import ConfigError
@@ -23,11 +24,11 @@ from parallel3d.models.huggingface.meta import load_wrapped
 from parallel3d.models.huggingface.weights import (
     HEAD,
     Weights,
-    all_stored,
     check_weights,
     download_of,
     names_of,
     open_directory,
+    stored_as,
 )
 from parallel3d.models.huggingface.wrap import wrap
 from parallel3d.specs import LayerSpec
@@ -83,7 +84,7 @@ def from_hf(
     where = str(directory or type(source).__name__)
     sizes = _tie(sizes, tied, stored, where)
     if stored is not None:
-        check_weights(stored, all_stored(sizes), sizes.tied, where)
+        check_weights(stored, _all_stored(sizes), sizes.tied, where)
     return decoder(replace(sizes, huggingface=raw), _dtype(raw) if dtype == "auto" else dtype, stored, units)
 
 
@@ -174,6 +175,14 @@ def _config_of(model: nn.Module) -> dict[str, Any]:
     return json.loads(json.dumps(raw, default=lambda value: str(value).removeprefix("torch.")))
 
 
+def _all_stored(config: DecoderConfig) -> list[Stored]:
+    """Return how each parameter of the whole decoder is stored. Blocks have the same parameters: one is built."""
+    with torch.device("meta"):
+        specs = decoder(replace(config, num_layers=1, windows=config.windows[:1]))
+        parameters = [named for spec in specs for named in spec.build().named_parameters()]
+    return [stored_as(config, k, *named) for k in range(config.num_layers) for named in parameters]
+
+
 def _tie(config: DecoderConfig, tied: bool | None, weights: Weights | None, where: str) -> DecoderConfig:
     """Return the decoder, tied or not as the user asks."""
     if tied is None or tied == config.tied:
@@ -181,8 +190,8 @@ def _tie(config: DecoderConfig, tied: bool | None, weights: Weights | None, wher
     if tied and weights is not None and HEAD in weights.shapes():
         raise ConfigError(f"{where} has a head of its own, {HEAD}, which tied=True would drop; leave tied out")
     if weights is not None:
-        (embedding,) = names_of(config, "embedding")["tokens.weight"].sections
-        weights.alias(HEAD, embedding.name)
+        (embedding,) = names_of("tokens", config.rope is None)
+        weights.alias(HEAD, f"{embedding}.weight")
     return replace(config, tied=tied)
 
 
