@@ -14,7 +14,6 @@ from parallel3d.planner.search.result import (
     RankPlace,
     Rejected,
     StageMemory,
-    TimelineSpan,
 )
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, Program
@@ -161,7 +160,7 @@ def _lost(k: int, dice: random.Random) -> Rejected:
     return Rejected(layout=layout, why=why, seconds=dice.uniform(0.5, 0.9), peak=int(GIB * dice.uniform(40, 79)))
 
 
-def timeline(shape: Shape, dice: random.Random) -> tuple[TimelineSpan, ...]:
+def timeline(shape: Shape, dice: random.Random) -> tuple[Span, ...]:
     program = lower(build(shape.schedule, shape.stages, shape.micro_batches, shape.chunks, shape.placement))
     program = add_parameter_gather(add_gradient_reduction(program, [2] * program.num_chunks))
     jitter: dict[Instruction, float] = {}
@@ -171,18 +170,7 @@ def timeline(shape: Shape, dice: random.Random) -> tuple[TimelineSpan, ...]:
 
     large = shape.stages * shape.micro_batches > 4096
     spans = _hurried(program, cost) if large else simulate(program, cost).spans
-    return tuple(
-        TimelineSpan(
-            stage=s.rank,
-            op=s.instruction.op.value,
-            chunk=s.instruction.chunk,
-            micro_batch=s.instruction.micro_batch,
-            start=s.start,
-            end=s.end,
-            bucket=s.instruction.bucket,
-        )
-        for s in spans
-    )
+    return tuple(spans)
 
 
 def _hurried(program: Program, cost: Callable[[Instruction], float]) -> Iterator[Span]:

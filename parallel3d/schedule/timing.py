@@ -34,9 +34,11 @@ def decoder_cost(i: Instruction) -> float:
     return _DECODER.get(i.op, 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One instruction as it ran, or would run, on a rank; times in seconds, or in units of the cost function."""
+class Span(NamedTuple):
+    """One instruction as it ran, or would run, on a rank; times in seconds, or in units of the cost function.
+
+    It is a tuple, and a list in JSON, because a step has hundreds of thousands of them.
+    """
 
     rank: int
     instruction: Instruction

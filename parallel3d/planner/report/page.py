@@ -18,9 +18,10 @@ from parallel3d.planner.formats import duration, memory
 from parallel3d.planner.report.charts import breakdown_chart, memory_chart, topology_chart, trade_off_chart
 from parallel3d.planner.report.drawing import render
 from parallel3d.planner.report.scripts import launch_scripts
-from parallel3d.planner.report.timeline import as_timeline, columns, timeline_chart, what_is_drawn
+from parallel3d.planner.report.timeline import columns, timeline_chart, what_is_drawn
 from parallel3d.planner.search.result import FULL, PlanResult, Prediction
 from parallel3d.schedule.builders import placement_of
+from parallel3d.schedule.timing import Timeline
 
 # Rows of the page's tables; JSON has all. A browser is still quick with them, and the page small.
 _MOST_RANKED, _MOST_REJECTED, _MOST_PLACES, _MOST_LINKS = 60, 1_000, 16_384, 200
@@ -47,21 +48,21 @@ def drawings(result: PlanResult) -> dict[str, str]:
     found: dict[str, str] = {}
     for winner in result.best[:1]:
         if result.timeline:
-            found["timeline.svg"] = timeline_chart(as_timeline(result.timeline, winner.stages), winner)
+            found["timeline.svg"] = timeline_chart(Timeline.of(result.timeline, winner.stages), winner)
         found["memory.svg"] = memory_chart(winner.memory, _stage_names(result, winner), winner.layout, standalone=True)
     trade_off = trade_off_chart(result, standalone=True)
     return found if trade_off is None else {**found, "trade_off.svg": trade_off}
 
 
 def html_page(result: PlanResult) -> str:
-    """Return the page of a plan; the same result gives the same bytes. Names are escaped. Raises ValueError for an unknown op.
+    """Return the page of a plan; the same result gives the same bytes. Names are escaped.
 
     Under 3 MB for 64 stages x 512 micro-batches: of the largest plans it shows the first rows of tables and the two ends of
     the timeline, and says so.
     """
     ranked = result.best[:_MOST_RANKED]
     details = [_details(result, prediction) for prediction in ranked]
-    timeline = as_timeline(result.timeline, ranked[0].stages) if ranked and result.timeline else None
+    timeline = Timeline.of(result.timeline, ranked[0].stages) if ranked and result.timeline else None
     drawn = {} if timeline is None else {"time": columns(timeline)}
     places = sorted(result.map[:_MOST_PLACES], key=lambda place: natural(place.host))
     links = sorted(result.links, key=lambda link: -link.seconds)

@@ -28,7 +28,7 @@ from parallel3d.monitor.writers import METRICS
 from parallel3d.planner.report.charts import breakdown_chart, line_chart, memory_chart
 from parallel3d.planner.report.drawing import render
 from parallel3d.planner.report.page import packed
-from parallel3d.planner.report.timeline import as_timeline, columns
+from parallel3d.planner.report.timeline import columns
 from parallel3d.planner.search.result import PlanResult, StageMemory
 from parallel3d.schedule.instructions import COMPUTE_OPS, Program
 from parallel3d.schedule.timing import Timeline, simulate
@@ -207,7 +207,7 @@ def _planned(run: TrainingRun) -> tuple[Timeline, str]:
     assert run.timeline is not None
     if run.plan is not None and run.plan.timeline:
         best = run.plan.best[0]
-        return as_timeline(run.plan.timeline, best.stages), f"predicted by p3d plan for {best.layout}"
+        return Timeline.of(run.plan.timeline, best.stages), f"predicted by p3d plan for {best.layout}"
     spans = [s for s in run.timeline.spans if s.instruction.op in COMPUTE_OPS]
     stages = {s.instruction.chunk: s.rank for s in spans}
     lists = [tuple(s.instruction for s in spans if s.rank == rank) for rank in range(run.timeline.num_ranks)]

@@ -6,22 +6,15 @@ from collections import defaultdict
 
 from parallel3d.planner.formats import duration
 from parallel3d.planner.report.drawing import WIDTH, place_legend, render
-from parallel3d.planner.search.result import Prediction, TimelineSpan
+from parallel3d.planner.search.result import Prediction
 from parallel3d.schedule import draw
-from parallel3d.schedule.instructions import Instruction, Op
+from parallel3d.schedule.instructions import Op
 from parallel3d.schedule.timing import Span, Timeline
 
 # Ticks of a step, in the page. A window of a thousandth of a step still shows times to three digits.
 _TICKS = 10_000_000
 _LABELLED = 6_000
 _COLUMNS = ("start", "length", "op", "chunk", "micro", "bucket")
-
-
-def as_timeline(spans: tuple[TimelineSpan, ...], num_stages: int) -> Timeline:
-    """Return the spans as a schedule's timeline. Raises ValueError for an op that isn't a schedule's."""
-    ops = {value: Op(value) for value in {s.op for s in spans}}
-    made = (Span(s.stage, Instruction(ops[s.op], s.chunk, s.micro_batch, s.bucket), s.start, s.end) for s in spans)
-    return Timeline.of(made, num_stages)
 
 
 def columns(timeline: Timeline, limit: int = 250_000, seconds: float | None = None) -> dict[str, object]:

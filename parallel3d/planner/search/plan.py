@@ -27,12 +27,11 @@ from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.search.autos import is_quick, with_auto
 from parallel3d.planner.search.model import PlannedModel
 from parallel3d.planner.search.reasons import trade_off, what_would_fit, why_not
-from parallel3d.planner.search.result import PlanResult, Prediction, RankPlace, TimelineSpan
+from parallel3d.planner.search.result import PlanResult, Prediction, RankPlace
 from parallel3d.planner.search.search import MOST_NEAR, BranchAndBound, evaluate, listed
 from parallel3d.planner.search.space import POLICIES, Space, enumerate_space
 from parallel3d.planner.search.splits import split_carefully
 from parallel3d.planner.search.traffic import link_loads, traffic_of
-from parallel3d.schedule.timing import Span
 from parallel3d.specs import Layer, layer_name
 
 # Candidates within this ratio of the shortest step, at most MOST_NEAR, are placed and split with more care.
@@ -204,7 +203,7 @@ class Planner:
             best=tuple(shown),
             rejected=why_not(search, shown),
             trade_off=trade_off([*best, *search.fitting]),
-            timeline=tuple(map(_recorded, winner.timeline.spans)) if winner else (),
+            timeline=winner.timeline.spans if winner else (),
             links=link_loads(predictor, winner) if winner else (),
             map=rank_map(self.network.cluster, winner) if winner else (),
             config=configuration(winner.layout, question.model.config, winner.split.bounds, live) if winner else {},
@@ -233,11 +232,6 @@ def profile_of(model: PlannedModel, cluster: Cluster, config: Config) -> ModelPr
 def on_cpus(cluster: Cluster) -> bool:
     """Whether the cluster's devices are processes on CPUs."""
     return all(gpu.device.name == "cpu" for gpu in cluster.gpus)
-
-
-def _recorded(span: Span) -> TimelineSpan:
-    op, chunk, micro_batch, bucket, _ = span.instruction
-    return TimelineSpan(span.rank, op.value, chunk, micro_batch, span.start, span.end, bucket)
 
 
 def rank_map(cluster: Cluster, step: StepPrediction) -> tuple[RankPlace, ...]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from parallel3d.config.layout import Layout
 from parallel3d.monitor.run_record import StoredModel
+from parallel3d.schedule.timing import Span
 
 FULL = 0.95
 """Share of a rank's memory beyond which a layout is flagged."""
@@ -76,21 +75,6 @@ class Prediction(Layout):
         return max(stage.reserved for stage in self.memory)
 
 
-class TimelineSpan(NamedTuple):
-    """Instruction of a stage, in seconds from the begin of the step. op: value of the schedule's Op, "F", "B", "RED", ...
-
-    It is a tuple, and a list in JSON, because a step has hundreds of thousands of them.
-    """
-
-    stage: int
-    op: str
-    chunk: int
-    micro_batch: int
-    start: float
-    end: float
-    bucket: int | None = None
-
-
 class LinkLoad(StoredModel):
     """Load of one kind of link in a step.
 
@@ -147,7 +131,7 @@ class PlanResult(StoredModel):
     best: tuple[Prediction, ...]
     rejected: tuple[Rejected, ...]
     trade_off: tuple[tuple[int, float, str], ...]
-    timeline: tuple[TimelineSpan, ...]
+    timeline: tuple[Span, ...]
     links: tuple[LinkLoad, ...]
     map: tuple[RankPlace, ...]
     config: dict[str, object]

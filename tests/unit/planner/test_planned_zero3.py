@@ -17,11 +17,12 @@ from parallel3d.pipe import PipelineModule
 from parallel3d.planner.cluster.file import load_cluster
 from parallel3d.planner.predict import program
 from parallel3d.planner.predict.costs import StepPrediction
-from parallel3d.planner.report.timeline import as_timeline, columns
+from parallel3d.planner.report.timeline import columns
 from parallel3d.planner.search.plan import Planner, Question
 from parallel3d.planner.search.search import BranchAndBound, evaluate
 from parallel3d.schedule import draw
 from parallel3d.schedule.instructions import Op
+from parallel3d.schedule.timing import Timeline
 from parallel3d.zero.memory import unit_sizes
 
 
@@ -136,7 +137,7 @@ def test_long_programs_gather_as_long_as_whole_ones(
 def test_drawings_show_gathers() -> None:
     planner = planner_of("dp4,zero3,1f1b,m2,mb1,ckpt1", 8, None, "10 GB/s")
     result = planner.answer()
-    timeline = as_timeline(result.timeline, 1)
+    timeline = Timeline.of(result.timeline, 1)
     gathers = [
         span
         for span in timeline.spans

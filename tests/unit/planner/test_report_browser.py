@@ -12,6 +12,7 @@ from parallel3d.planner.report import drawing as words
 from parallel3d.planner.report import html_page
 from parallel3d.planner.report import page as page_module
 from parallel3d.planner.search.result import PlanResult
+from parallel3d.schedule.instructions import COMPUTE_OPS
 
 LARGE = Shape(64, 16, 8, 64, "zb-h1", 1, "loop")  # test_report.py has one of 512 micro-batches
 HOSTILE = "</script><script>document.body.dataset.broken = 1</script><b id=injected>&amp;\"'"
@@ -185,7 +186,7 @@ def sweep(driver, canvas, y: float, steps: int = 30) -> dict[float, tuple[str, i
 def check_against(found, result: PlanResult, stage: int) -> float:
     """Each told instruction has the plan's times, and lies where a straight scale from time to x says. Seconds a pixel."""
     first = min(s.start for s in result.timeline)
-    spans = {f"{s.op}{s.micro_batch}@{s.chunk}": s for s in result.timeline if s.stage == stage and s.bucket is None}
+    spans = {str(s.instruction): s for s in result.timeline if s.rank == stage and s.instruction.bucket is None}
     for name, at, start, end in found.values():
         assert at == stage
         s = spans[name]
@@ -264,7 +265,11 @@ def test_arrow_keys_go_from_instruction_to_instruction(page, canvas, result):
     from selenium.webdriver.common.keys import Keys
 
     lanes = [
-        [s for s in sorted(result.timeline, key=lambda s: s.start) if s.stage == stage and s.op in ("F", "B", "I", "W")]
+        [
+            s
+            for s in sorted(result.timeline, key=lambda s: s.start)
+            if s.rank == stage and s.instruction.op in COMPUTE_OPS
+        ]
         for stage in (0, 1)
     ]
     page.execute_script("arguments[0].focus()", canvas)
@@ -272,12 +277,12 @@ def test_arrow_keys_go_from_instruction_to_instruction(page, canvas, result):
     for key in (Keys.ARROW_RIGHT, *[Keys.ARROW_RIGHT] * 9, Keys.ARROW_LEFT):
         press(page, key)
         said.append(find(page, "#time-says").text.partition(" ")[0])
-    order = [f"{s.op}{s.micro_batch}@{s.chunk}" for s in lanes[0]]
+    order = [str(s.instruction) for s in lanes[0]]
     assert said == [*order[:10], order[8]]
     press(page, Keys.ARROW_DOWN)
     at = lanes[0][8].start
     below = next(s for s in lanes[1] if s.end > at)
-    assert find(page, "#time-says").text.startswith(f"{below.op}{below.micro_batch}@{below.chunk} ")
+    assert find(page, "#time-says").text.startswith(f"{below.instruction} ")
     assert "stage 1" in find(page, "#time-says").text
 
 
