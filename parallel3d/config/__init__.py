@@ -9,25 +9,8 @@ from parallel3d.config.pipeline import (
     PipelineConfig,
     RecomputationPolicy,
     SelectivePolicy,
-    TensorParallelConfig,
     leaves_open,
 )
-from parallel3d.config.precision import (
-    AmpConfig,
-    Bf16Config,
-    DataTypesConfig,
-    Fp8Config,
-    Fp16Config,
-    TorchAutocastConfig,
-)
-from parallel3d.config.schema import (
-    AttentionConfig,
-    CheckpointConfig,
-    CompileConfig,
-    Config,
-    FailuresConfig,
-    KernelsConfig,
-    OptimizerConfig,
-    SchedulerConfig,
-)
+from parallel3d.config.precision import Bf16Config, Fp8Config, Fp16Config
+from parallel3d.config.schema import CheckpointConfig, Config, FailuresConfig, KernelsConfig
 from parallel3d.config.zero import AioConfig, OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig

@@ -7,17 +7,15 @@ from pydantic import ValidationError
 
 from parallel3d.config import (
     ActivationCheckpointingConfig,
-    AmpConfig,
     Bf16Config,
     Config,
     Fp16Config,
-    OptimizerConfig,
     PipelineConfig,
-    SchedulerConfig,
-    TorchAutocastConfig,
     ZeroConfig,
     load,
 )
+from parallel3d.config.precision import AmpConfig, TorchAutocastConfig
+from parallel3d.config.schema import OptimizerConfig, SchedulerConfig
 
 
 def test_defaults_are_deepspeeds():
