@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
-from itertools import starmap
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -107,7 +106,6 @@ class SplitLayout(Chunks):
             return ((),) * len(self.buckets.of_chunk)
         times = float(self.layout.micro_batches) if self.policy.reduce_per_micro_batch else 1.0
 
-        @cache
         def of_chunk(numel: int) -> Reductions:
             reduced = Collective(self._reduce_kind, wire_bytes(self.policy) * numel), times
             gathered = Collective("all_gather", self._weight_bytes * numel), 1.0
@@ -121,7 +119,7 @@ class SplitLayout(Chunks):
 
         The first row is slower compute beside the collectives, the second adding up the part that the rank keeps.
         """
-        added = cache(partial(reducing_seconds, self.policy, self.links))  # the same for equal chunks of a stage
+        added = partial(reducing_seconds, self.policy, self.links)
         return np.array(list(map(added, self.buckets.of_chunk, self.placement))).T
 
     @cached_property
@@ -135,12 +133,11 @@ class SplitLayout(Chunks):
 
     def reduction_seconds(self) -> Floats:
         """Return the seconds of all collectives over replicas, [stages]."""
-
-        @cache  # of equal chunks on the same links once
-        def seconds(own: Reductions, stage: int) -> float:
-            return sum(n * self.links.over_replicas(c.kind, c.nbytes, stage) for c, n in own)
-
-        return of_stages(np.array(list(map(seconds, self.reductions, self.placement))), self.placement)
+        seconds = [
+            sum(n * self.links.over_replicas(c.kind, c.nbytes, stage) for c, n in own)
+            for own, stage in zip(self.reductions, self.placement, strict=True)
+        ]
+        return of_stages(np.array(seconds), self.placement)
 
     @cached_property
     def optimizer_seconds(self) -> float:
@@ -149,20 +146,15 @@ class SplitLayout(Chunks):
         Offloaded state is copied in both directions at once, while other state is updated.
         """
         rates = "memory_bandwidth", "host_bandwidth", "host_memory_bandwidth", "disk_bandwidth"
-        of_stages = ([self.links.slowest(rate, stage) for rate in rates] for stage in self.links.first_alike)
-        stages = zip(self.stages, self.policies, of_stages, strict=True)
-        # Stages of equal parameters and devices count once.
-        unlike = {
-            (id(p), *speeds, *((id(i.parameter), i.shared) for i in own)): (own, p, speeds) for own, p, speeds in stages
-        }
 
-        def seconds(own: Sequence[ParameterInfo], policy: ZeroPolicy, speeds: Sequence[float]) -> float:
+        def seconds(own: Sequence[ParameterInfo], policy: ZeroPolicy, stage: int) -> float:
             moved = [update_traffic(own, policy, self.layout.replicas)]
             if policy.offload is not None or policy.weight_offload is not None:
                 moved += offload_traffic(own, policy, self.layout.replicas)
+            speeds = [self.links.slowest(rate, stage) for rate in rates]
             return max(nbytes / speed for nbytes, speed in zip(moved, speeds, strict=False))
 
-        return max(starmap(seconds, unlike.values()))
+        return max(map(seconds, self.stages, self.policies, range(len(self.stages))))
 
     @cached_property
     def cost(self) -> StepCost:
