@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -20,7 +19,7 @@ from parallel3d.parameters import ParameterInfo
 from parallel3d.pipe.layer_choice import Policies, policy_rule
 from parallel3d.pipe.ties import TieIndex
 from parallel3d.planner.predict.chunks import Chunks
-from parallel3d.specs import Layer, TiedLayerSpec, layer_name
+from parallel3d.specs import Layer, layer_name
 from parallel3d.zero.layout import by_owners
 from parallel3d.zero.policy import ZeroPolicy, make_policy
 
@@ -68,7 +67,6 @@ class ModelProfile:
         self._profiles: dict[tuple[Slicing, int, RecomputationPolicy], tuple[LayerProfile, ...]] = {}
         self._mixed: dict[tuple[Slicing, int, LayerPolicy | None], tuple[LayerProfile, ...]] = {}
         self._parameters: dict[object, list[list[ParameterInfo]]] = {}
-        self._merged: dict[object, nn.Parameter] = {}
         self._policies: dict[tuple[int, int], ZeroPolicy] = {}
 
     def of_layers(self, layers: Sequence[Layer]) -> ModelProfile:
@@ -175,31 +173,18 @@ class ModelProfile:
         """
         key = _slicing_of(chunks.layout), chunks.bounds, chunks.placement, merged
         if key not in self._parameters:
-            layers = self._under("none", key[0], 1)
-            stages = stage_parameters(self.specs, self._in_one(layers) if merged else layers, chunks)
-            self._parameters[key] = list(map(self._merged_by_owners, stages)) if merged else stages
+            stages = stage_parameters(self.specs, self._under("none", key[0], 1), chunks)
+            self._parameters[key] = list(map(_merged_by_owners, stages)) if merged else stages
         return self._parameters[key]
 
-    def _in_one(self, layers: Sequence[LayerProfile]) -> list[LayerProfile]:
-        """Return the layers with a single parameter each, but for those that ties may divide."""
-        merged = {
-            id(layer): replace(layer, parameters=(("", self._merge([p for _, p in layer.parameters])),))
-            for layer in {id(layer): layer for layer in layers}.values()
-            if layer.parameters
-        }
-        pairs = zip(self.specs, layers, strict=True)
-        return [layer if isinstance(s, TiedLayerSpec) else merged.get(id(layer), layer) for s, layer in pairs]
 
-    def _merged_by_owners(self, parameters: Sequence[ParameterInfo]) -> list[ParameterInfo]:
-        groups = by_owners(parameters).items()
-        return [ParameterInfo("", self._merge([info.parameter for info in infos]), owners) for owners, infos in groups]
-
-    def _merge(self, parameters: Sequence[nn.Parameter]) -> nn.Parameter:
-        """Return one parameter, without memory, in place of several; those of equal sizes are one object."""
-        key = numel, dtype = sum(parameter.numel() for parameter in parameters), parameters[0].dtype
-        if key not in self._merged:
-            self._merged[key] = nn.Parameter(torch.empty(numel, dtype=dtype, device="meta"))
-        return self._merged[key]
+def _merged_by_owners(parameters: Sequence[ParameterInfo]) -> list[ParameterInfo]:
+    """Return one parameter, without memory, in place of all that have the same owners."""
+    merged = []
+    for owners, infos in by_owners(parameters).items():
+        numel, dtype = sum(info.parameter.numel() for info in infos), infos[0].parameter.dtype
+        merged.append(ParameterInfo("", nn.Parameter(torch.empty(numel, dtype=dtype, device="meta")), owners))
+    return merged
 
 
 def _at(micro_batch: int, traced: Callable[[int], tuple[LayerProfile, ...]]) -> tuple[LayerProfile, ...]:
