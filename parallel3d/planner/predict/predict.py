@@ -257,11 +257,10 @@ class Predictor:
             for device in {device: None for devices in links.devices for device in devices}:
                 times = layer_times(layers, device, links.over_tensor_ranks, samples, links.overlap, splits)
                 of_device[device] = times.scaled(self._factors[layout.units])
-            slowest = {
-                stage: max((of_device[d] for d in links.devices[stage]), key=lambda times: float(times.total.sum()))
-                for stage in set(links.first_alike)
-            }
-            self._stage_times[key] = [slowest[stage] for stage in links.first_alike]
+            self._stage_times[key] = [
+                max((of_device[d] for d in devices), key=lambda times: float(times.total.sum()))
+                for devices in links.devices
+            ]
         return self._stage_times[key]
 
     def _memory_of(

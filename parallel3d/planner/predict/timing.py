@@ -131,11 +131,6 @@ class LayoutLinks:
         """Return the least of the rates of a stage's devices by the name of a field of Device."""
         return min(getattr(device, rate) for device in self.devices[stage])
 
-    @cached_property
-    def first_alike(self) -> list[int]:
-        """For each stage, the first one on the same kinds of device."""
-        return [self.devices.index(devices) for devices in self.devices]
-
     def over_tensor_ranks(self, collective: Collective) -> float:
         """Return the seconds of a collective over every tensor-parallel group."""
         return self._seconds(collective.kind, collective.nbytes, self.tensor_groups)
