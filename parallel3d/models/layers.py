@@ -134,7 +134,7 @@ class DecoderLayer(nn.Module, ABC):
     device, neither.
 
     - layer, tables: of a block, its index, counted from 0, and the tables that all blocks of the model share.
-    - weights: read instead of drawn. dtype: of the parameters, torch's default one for None.
+    - weights: read instead of drawn; frozen ones require no gradient. dtype: of the parameters, torch's default one for None.
     """
 
     _past: KeyValues | None = None
@@ -157,6 +157,10 @@ class DecoderLayer(nn.Module, ABC):
             self._make()
         if dtype is not None:
             self.to(dtype)
+        if weights is not None:
+            stored = self.stored()
+            for name, parameter in self.named_parameters():
+                parameter.requires_grad_(not weights.is_frozen(stored[name]))
         if weights is not None and context is not None and context.reads_later:
             load_layer_later(self, self.stored(), weights, context.device)
         elif any(parameter.is_meta for parameter in self.parameters()):

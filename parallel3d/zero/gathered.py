@@ -35,7 +35,7 @@ def describe_whole(parameter: nn.Parameter, replicas: Group) -> None:
 class GatheredParameters:
     """Context in which parameters that live as shards (ZeRO-3) are whole on every rank. DeepSpeed's API.
 
-    - params: a parameter, or several; those that are whole anyway stay in their memory.
+    - params: a parameter, or several; those that are whole anyway stay in their memory. None, a missing bias, is left out.
     - modifier_rank: the replica (position along the data-parallel axis) whose values are kept when they are changed, by all
       replicas; the masters follow at the next step. None: the parameters must not be changed.
     - fwd_module: without effect. enabled: False to do nothing.
@@ -46,12 +46,12 @@ class GatheredParameters:
 
     def __init__(
         self,
-        params: nn.Parameter | Iterable[nn.Parameter],
+        params: nn.Parameter | Iterable[nn.Parameter | None],
         modifier_rank: int | None = None,
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ):
-        given = [params] if isinstance(params, nn.Parameter) else list(params)
+        given = [params] if isinstance(params, nn.Parameter) else [p for p in params if p is not None]
         self._parameters = [p for p in given if enabled and weights_of(p) is not None]
         self._whole = [p for p in given if enabled and weights_of(p) is None and "replicas" in vars(p)]
         self._modifier = modifier_rank

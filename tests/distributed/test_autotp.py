@@ -24,7 +24,10 @@ MODELS = ("llama-tied", "phi3", "mixtral", "gemma2", "lora")
 
 def build(name: str) -> nn.Module:
     if name != "lora":
-        return make_model(name)
+        model: Any = make_model(name)
+        if name == "llama-tied":
+            model.enable_input_require_grads()  # a hook of the embedding, as gradient_checkpointing_enable makes it
+        return model
     peft = pytest.importorskip("peft", reason="peft, of the test extra, makes the adapters")
     model = peft.get_peft_model(make_model("qwen3"), peft.LoraConfig(r=4, target_modules="all-linear"))
     with torch.no_grad():

@@ -97,7 +97,9 @@ def train_compiled(source: str, out: str, sequence_parallel: bool) -> Result:
 
 def train_wrapped(name: str, stages: int, out: str, tensor_ranks: int, words: dict[str, str]) -> tuple[Result, int]:
     """Also the number of weights held. words: what the model says besides of its tensor parallelism."""
-    model = make_model(name).to(DTYPE)
+    model: Any = make_model(name).to(DTYPE)
+    if name == "neox":
+        model.enable_input_require_grads()  # a hook of the embedding, as gradient_checkpointing_enable makes it
     model.tp_plan.update(words)
     # transformers leaves out a mask without a zero: what travels depends on values.
     settings = {"pipeline": {"shapes": "dynamic"}, "tensor_parallel": {"size": tensor_ranks}}

@@ -146,7 +146,9 @@ def copy_and_reload(threshold: int, zero: dict[str, Any]) -> Any:
     engine = make(model, {"stage3_param_persistence_threshold": threshold, **zero})
     sharded = {name: p.ds_tensor.clone() for name, p in model.named_parameters() if hasattr(p, "ds_tensor")}
     copies = {name: copy_as_scripts_do(p) for name, p in model.named_parameters()}
-    with parallel3d.zero.GatheredParameters(model.parameters()):
+    with parallel3d.zero.GatheredParameters(
+        [*model.parameters(), None]
+    ):  # as transformers gives a bias that isn't there
         model.load_state_dict(copies)  # the same values: no change to lose
     return copies, inside, sharded, whole_weights(engine)
 

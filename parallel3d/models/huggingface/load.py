@@ -48,9 +48,9 @@ def from_hf(
 ) -> list[LayerSpec]:
     """Return the layers for a PipelineModule: token ids or TokenEmbedding's inputs [batch, seq] -> logits [batch, seq, vocab].
 
-    - source: a directory with config.json and safetensors, of which a rank reads what it builds; the name of a hub's model in
-      the local cache; or a model of transformers. Architectures of FAMILIES become the native decoder; others, and a PeftModel
-      with LoRA, keep their own layers (`wrap`). A directory of adapters is the model that they name, with them to train.
+    - source: a directory of safetensors, of which a rank reads what it builds; a hub's model in the local cache, by name; or a
+      model of transformers, whose frozen parameters stay frozen. Architectures of FAMILIES become the native decoder; others,
+      and a PeftModel with LoRA, keep their own layers (`wrap`). Of a directory of adapters, these are trained.
     - dtype: of the weights; None for torch's default one, "auto" for the stored one.
     - weights: False to start from new weights; a directory then needs config.json alone.
     - tied, units, ignore: of native decoders alone: whether the head shares the embedding's weight (None: as the config says);
@@ -69,7 +69,7 @@ def from_hf(
             _refuse_for_wrapping({"dtype": dtype, "weights": None if weights else False}, tied, ignore, units)
             return wrap(source)
         family, sizes = parse(raw, ignore)
-        stored = Weights(source.state_dict()) if weights else None
+        stored = Weights(source.state_dict(keep_vars=True)) if weights else None
     else:
         assert directory is not None
         raw = dict(read_mapping(directory / "config.json", parse_json))

@@ -117,8 +117,11 @@ def _modules_after(base: nn.Module, layers: str, in_tuples: bool) -> tuple[str, 
                 if not isinstance(leaf, (Tensor, *_PLAIN)):
                     raise _Unfit(f"layer {k} takes {key}, a {type(leaf).__name__}, which can't be sent between stages")
     places = [name for name, *_ in calls]
-    after = calls[places.index(f"{layers}.{len(recorders) - 1}") + 1 :]
+    number = places.index(f"{layers}.{len(recorders) - 1}") + 1
+    before, after = places[:number], calls[number:]
     for name, given, result in after:
+        if name in before:
+            raise _Unfit(f"{name} is called before the layers, and again after them")
         if len(given) != 1 or not _same(given[0], hidden):
             raise _Unfit(f"{name} isn't called with what the layers, or the module before it, returned")
         hidden = result

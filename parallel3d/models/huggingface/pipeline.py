@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from parallel3d.config import load_sections
-from parallel3d.errors import ConfigError, DataError
+from parallel3d.errors import DataError
 from parallel3d.models.huggingface.adapters import PREFIX
 from parallel3d.models.huggingface.wrap import wrap
 from parallel3d.models.loss import CausalLMLoss, next_labels
@@ -31,10 +31,6 @@ class HuggingFacePipeline(PipelineModule):
 
     def __init__(self, model: nn.Module, config: Mapping[str, Any]):
         gather_whole(model)
-        if getattr(getattr(model, "config", None), "output_router_logits", False):
-            raise ConfigError(
-                "the router's loss isn't computed in a pipeline; set model.config.output_router_logits = False"
-            )
         layers = wrap(model)
         # The prefix of a part's parameters is its second argument, except for the last part, which holds whole names.
         outer = PREFIX if hasattr(model, "peft_config") else ""

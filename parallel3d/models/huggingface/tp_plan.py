@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from parallel3d.autograd.split_backward import has_hooks
 from parallel3d.comm import differentiable
 from parallel3d.comm.collectives import Group
 from parallel3d.errors import ConfigError
@@ -115,7 +116,8 @@ class TensorPlan:
         result = copy_of(part)
         for name, style in list(sharded_styles.items()):
             module = result.get_submodule(name)
-            if isinstance(module, nn.Embedding) and type(module).forward is not nn.Embedding.forward:
+            is_plain = type(module).forward is nn.Embedding.forward and not has_hooks(module)
+            if isinstance(module, nn.Embedding) and not is_plain:
                 if [n for n, _ in module.named_parameters()] != ["weight"] or module.max_norm is not None:
                     self._refuse(prefix + name, "is an embedding with more than the rows it looks up")
                 _slice_lookup(module, group)

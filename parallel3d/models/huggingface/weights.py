@@ -85,6 +85,14 @@ class Weights:
         tensor = self._tensors[name]
         return tuple(tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape())
 
+    def is_frozen(self, stored: Stored) -> bool:
+        """Return whether a weight is made of parameters that require no gradient. Raises ConfigError if only a part is."""
+        given = {section.name: self._tensors.get(section.name) for section in stored.sections}
+        frozen = {isinstance(tensor, nn.Parameter) and not tensor.requires_grad for tensor in given.values()}
+        if len(frozen) > 1:
+            raise ConfigError(f"{' and '.join(given)} are one weight here; let both require a gradient, or none")
+        return True in frozen
+
     def alias(self, name: str, other: str) -> None:
         """Give the tensor `other` the second name `name`, unless there is one of that name, or none to name."""
         if other in self._tensors:
@@ -97,7 +105,7 @@ class Weights:
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of a tensor along dim; nothing else is read from a file."""
         part: Tensor = self._tensors[name][(slice(None),) * dim + (slice(start, stop),)]
-        return part
+        return part.detach()
 
     def scratch(self, like: Tensor) -> Tensor:
         """Return memory on the CPU for values like these, the same in each call: new buffers would leave holes in the heap."""

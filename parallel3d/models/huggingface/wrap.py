@@ -292,6 +292,11 @@ class Exit(WrappedPart):
         """Run the part of the model after its layers."""
         self._result.hidden = hidden
         logits: Tensor = self.model(inputs_embeds=hidden, use_cache=False).logits
+        if logits.shape[:-1] != hidden.shape[:-1]:  # of a sequence: its end is seen in the token ids, which aren't here
+            raise ConfigError(
+                f"{type(self.model).__name__} returns {list(logits.shape)} for hidden states {list(hidden.shape)}, and no "
+                "logits of each position; train it without stages (parallel3d.initialize takes the model as it is)"
+            )
         return SlicedLogits(logits, *self._sliced[0]) if self._sliced else logits
 
 
@@ -303,11 +308,15 @@ def wrap(model: nn.Module, weights: Weights | None = None) -> list[LayerSpec]:
     built from copies and sharded as TensorPlan says, a PeftModel's adapters with the layers that they adapt.
 
     Raises ConfigError for a model that isn't one list of layers through which hidden states pass (Outline), with weights
-    shared other than by embedding and head, or with adapters other than LoRA. The build raises it for modules that can't be
-    sharded, and for sequence parallelism.
+    shared other than by embedding and head, with a loss of its router, or with adapters other than LoRA. The
+    build raises it for modules that can't be sharded, and for sequence parallelism.
     """
     model, peft = unwrapped(model)
     hf: Any = model
+    if getattr(hf.config.get_text_config(), "output_router_logits", False):
+        raise ConfigError(
+            "the router's loss isn't computed in a pipeline; set output_router_logits to false in the model's config"
+        )
     outline = Outline.of(model)
     base, inside = model.get_submodule(outline.base), f"{outline.base}."
     plan = TensorPlan.of(model, f"{inside}{outline.layers}.")

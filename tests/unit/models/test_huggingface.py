@@ -219,6 +219,29 @@ def test_a_wrapped_model_shares_weights_of_embedding_and_head_alone():
         from_hf(nn.Linear(1, 1))
 
 
+@pytest.mark.parametrize("name", ["llama-tied", "gpt2"])
+def test_what_a_model_does_not_train_is_not_trained(name: str):
+    model = make_model(name)
+    model.get_input_embeddings().requires_grad_(False)
+    model.base_model.get_submodule("layers" if name == "llama-tied" else "h")[1].requires_grad_(False)
+    module = PipelineModule(from_hf(model), num_stages=1)
+    trained = {name.split(".")[1] for name, parameter in module.named_parameters() if parameter.requires_grad}
+    assert trained == {"1", "3", *(("0",) if name == "gpt2" else ())}  # of 0, the positions
+    assert sum(p.numel() for p in module.parameters() if p.requires_grad) == sum(
+        p.numel() for p in model.parameters() if p.requires_grad
+    )
+
+
+def test_a_weight_of_two_is_trained_or_not():
+    model = make_model("llama")
+    model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    with pytest.raises(
+        ConfigError,
+        match=r"layers\.0\.mlp\.gate_proj\.weight and model\.layers\.0\.mlp\.up_proj\.weight are one weight here",
+    ):
+        PipelineModule(from_hf(model), num_stages=1)
+
+
 class Between(nn.Module):
     """A layer's place in which a model calls the layer otherwise than a pipeline can."""
 
@@ -267,6 +290,39 @@ def test_a_model_whose_layers_take_more_than_hidden_states_is_refused(call: Any,
         ConfigError, match=f"PhiForCausalLM can't be split into pipeline stages: {told}.*train it without"
     ):
         from_hf(model)
+
+
+def test_a_norm_that_is_also_before_the_layers_is_refused():
+    model = make_model("phi")
+    kind, norm = type(model.model), model.model.final_layernorm
+    base = type(
+        "Changed",
+        (kind,),
+        {
+            "forward": lambda self, input_ids, **options: kind.forward(
+                self, inputs_embeds=norm(self.embed_tokens(input_ids)), **options
+            )
+        },
+    )
+    model.model.__class__ = base
+    with pytest.raises(ConfigError, match="final_layernorm is called before the layers, and again after them"):
+        from_hf(model)
+
+
+def test_a_loss_of_the_router_is_refused():
+    with pytest.raises(ConfigError, match="set output_router_logits to false in the model's config"):
+        from_hf(make_model("mixtral", output_router_logits=True))
+
+
+def test_a_classifier_of_sequences_is_refused():
+    """It takes the last token that is no padding, which hidden states don't tell."""
+    hf = transformers()
+    model = hf.AutoModelForSequenceClassification.from_config(make_model("phi").config)
+    module = PipelineModule(from_hf(model), num_stages=1)
+    with pytest.raises(
+        ConfigError, match=r"PhiForSequenceClassification returns \[1, 2\] for hidden states \[1, 5, 32\]"
+    ):
+        module(token_ids(1, 5))
 
 
 def test_a_model_with_two_lists_of_layers_is_refused():
