@@ -73,7 +73,8 @@ class PipelineTrainer(_Trainer):
             "train_sampling_strategy='batch_rebalance'": args.train_sampling_strategy == "batch_rebalance",
             "compute_loss_func": self.compute_loss_func is not None,
             f"{type(self).__name__}.compute_loss": not type(self).compute_loss.__module__.startswith("transformers."),
-            f"a {type(self.model).__name__}, which has no causal language model's loss": not self._loss_shifts_labels,
+            f"a {type(self.model).__name__}, whose loss isn't known to be a causal language model's (if it is, set "
+            "model.loss_type = 'ForCausalLM')": not self._loss_shifts_labels,
         }
         if given := [name for name, is_given in refused.items() if is_given]:
             raise ConfigError(

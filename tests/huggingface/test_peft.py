@@ -208,6 +208,20 @@ def test_adapters_that_need_the_models_weights_and_heads_that_are_trained_whole(
     assert len(trained) == (2 if name == "mixtral" else 3)
 
 
+def test_trained_biases_of_the_model_are_in_a_directory_of_adapters(tmp_path: Path):
+    import peft
+
+    model = save_model(tmp_path / "model", "qwen2")
+    model.name_or_path = str(tmp_path / "model")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], bias="all", task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model, lora)
+    torch.nn.init.normal_(adapted.base_model.model.model.layers[0].self_attn.k_proj.bias)
+    adapted.save_pretrained(tmp_path / "adapters")
+    module = PipelineModule(from_hf(tmp_path / "adapters"), num_stages=1)
+    with torch.no_grad():
+        torch.testing.assert_close(module.eval()(PROMPT), adapted.eval()(PROMPT).logits)
+
+
 def test_directories_of_adapters_that_can_not_be_loaded(tmp_path: Path):
     import peft
 
@@ -231,10 +245,20 @@ def test_directories_of_adapters_that_can_not_be_loaded(tmp_path: Path):
         from_hf(tmp_path / "adapters")
 
 
-def test_adapters_are_saved_and_merged_by_peft_s_own_rules(tmp_path: Path):
-    """With magnitudes of DoRA, and a head that is trained whole."""
-    model = adapted("llama", use_dora=True, modules_to_save=["lm_head"])
-    torch.nn.init.normal_(model.base_model.model.lm_head.modules_to_save["default"].weight)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {"use_dora": True, "modules_to_save": ["lm_head"]}),
+        ("mixtral", {"trainable_token_indices": [3, 5]}),  # and both weights of its experts
+    ],
+)
+def test_adapters_are_saved_and_merged_by_peft_s_own_rules(tmp_path: Path, name: str, options: dict[str, Any]):
+    """With magnitudes of DoRA, a head that is trained whole, and some words of the embedding."""
+    model = adapted(name, **options)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "modules_to_save" in key or "trainable_tokens" in key:
+                parameter.normal_()
     module = PipelineModule(from_hf(model), num_stages=1)
     save_hf(module, tmp_path / "own")
     model.save_pretrained(tmp_path / "reference")

@@ -6,6 +6,7 @@ New ones, or those of a directory, are put into the model of another directory, 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
@@ -98,9 +99,9 @@ def save_adapters(peft: Any, directory: Path, weights: Mapping[str, Tensor]) -> 
 
 def merged_name(name: str) -> str | None:
     """Return the name, in a model without adapters, of a parameter of one with adapters; None for an adapter's own."""
-    if ".lora_" in name or ".modules_to_save." in name:
+    if any(part in name for part in (".lora_", ".modules_to_save.", ".trainable_tokens_")):
         return None
-    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
+    return re.sub(r"\.(base_layer|original_module|token_adapter)(?=\.)", "", name)
 
 
 def merged(peft: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -159,7 +160,8 @@ def load_adapted(directory: Path, dtype: torch.dtype, adapters: Path | Any) -> t
     own = {name: p for name, p in model.named_parameters() if merged_name(name) is None}
     kept = all(any(f".{kind}.{_ADAPTER}." in name for kind in _KEPT) for name in own)
     independent = is_stored or getattr(config, "init_lora_weights", None) in _INDEPENDENT
-    if weights is None or not kept or not independent:
+    biases = getattr(config, "bias", "none") != "none"  # trained ones of the model's are in the adapters' files
+    if weights is None or not kept or not independent or biases:
         return _whole(module, directory, dtype, adapters, config), None
     for name in model.state_dict():
         plain = merged_name(name) or name.replace(f".modules_to_save.{_ADAPTER}.", ".")
