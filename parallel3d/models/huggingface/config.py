@@ -62,6 +62,7 @@ class Family(BaseModel):
     vocab_size: int
     init_std: float = Field(0.02, alias="initializer_range")
     tied: bool = Field(False, alias="tie_word_embeddings")
+    is_causal: Literal[True] = True
 
     @classmethod
     def keys(cls) -> dict[str, str]:

@@ -48,6 +48,7 @@ def write_config(path: Path, **changes: Any) -> Path:
         ),
         ({"hidden_act": "geglu"}, "hidden_act = 'geglu'.*'gelu'"),
         ({"attention_chunk": 128}, "'attention_chunk' = 128"),
+        ({"is_causal": False}, "is_causal = False .* is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, r"rope_scaling.rope_type = 'longrope'"),
         ({"rope_scaling": {"rope_type": "default", "short_factor": [1.0]}}, "short_factor"),
