@@ -308,15 +308,17 @@ def wrap(model: nn.Module, weights: Weights | None = None) -> list[LayerSpec]:
     built from copies and sharded as TensorPlan says, a PeftModel's adapters with the layers that they adapt.
 
     Raises ConfigError for a model that isn't one list of layers through which hidden states pass (Outline), with weights
-    shared other than by embedding and head, with a loss of its router, or with adapters other than LoRA. The
-    build raises it for modules that can't be sharded, and for sequence parallelism.
+    shared other than by embedding and head, with a router's loss, with layers that are left out by chance, or with adapters
+    other than LoRA. The build raises it for modules that can't be sharded, and for sequence parallelism.
     """
     model, peft = unwrapped(model)
     hf: Any = model
-    if getattr(hf.config.get_text_config(), "output_router_logits", False):
-        raise ConfigError(
-            "the router's loss isn't computed in a pipeline; set output_router_logits to false in the model's config"
-        )
+    for name, off in {"output_router_logits": "false", "layerdrop": "0"}.items():
+        if getattr(hf.config.get_text_config(), name, None):
+            raise ConfigError(
+                f"a pipeline doesn't compute what {name} asks for; set it to {off} in the config of which the model is made, "
+                "or train the model without stages (parallel3d.initialize takes it as it is)"
+            )
     outline = Outline.of(model)
     base, inside = model.get_submodule(outline.base), f"{outline.base}."
     plan = TensorPlan.of(model, f"{inside}{outline.layers}.")

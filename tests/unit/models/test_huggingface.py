@@ -310,9 +310,12 @@ def test_a_norm_that_is_also_before_the_layers_is_refused():
         from_hf(model)
 
 
-def test_a_loss_of_the_router_is_refused():
-    with pytest.raises(ConfigError, match="set output_router_logits to false in the model's config"):
-        from_hf(make_model("mixtral", output_router_logits=True))
+@pytest.mark.parametrize(
+    ("name", "key", "value"), [("mixtral", "output_router_logits", True), ("opt", "layerdrop", 0.1)]
+)
+def test_what_a_model_computes_besides_its_layers_is_refused(name: str, key: str, value: Any):
+    with pytest.raises(ConfigError, match=rf"what {key} asks for; set it to (false|0) in the config"):
+        from_hf(make_model(name, **{key: value}))
 
 
 def test_a_classifier_of_sequences_is_refused():
