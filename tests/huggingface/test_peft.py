@@ -319,6 +319,8 @@ def test_what_can_not_be_sharded_or_merged_is_refused_by_name(tmp_path: Path):
     tied = build(adapted("llama-tied", target_modules=["lm_head"]))
     below, above = tied[0].get_parameter("model.embed_tokens.weight"), tied[-1].model.lm_head.base_layer.weight
     assert below.shape == above.shape == (129, 32)
+    unplanned = build(adapted("opt"))[1].layer.self_attn  # sharded by the usual names, as without adapters
+    assert unplanned.q_proj.base_layer.weight.shape == (16, 32)
     module = PipelineModule(from_hf(make_model("phi")), num_stages=1)
     with pytest.raises(CheckpointError, match="merge_adapters is True, but the model has no adapters"):
         save_hf(module, tmp_path / "out", merge_adapters=True)

@@ -56,7 +56,7 @@ class TensorPlan:
         words = {key: word for key, word in (getattr(hf, "tp_plan", None) or {}).items() if not key.startswith(layers)}
         words |= {f"{prefix}.{k}": word for k, word in (given or {}).items()}
         if given is None:
-            linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+            linears = [n for n, module in model.named_modules() if isinstance(adapted_by(module) or module, nn.Linear)]
             leaves = {_generic(name): name.rpartition(".")[2] for name in linears if name.startswith(layers)}
             words |= {key: _USUAL[leaf] for key, leaf in leaves.items() if leaf in _USUAL}
         known = {_generic(name) for name, _ in (*model.named_modules(), *model.named_parameters())}
