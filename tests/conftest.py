@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from allpairspy import AllPairs
+from fork_server import forked_python, join_fork_server, share_fork_server
 from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -42,11 +43,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
-    """Of xdist: its workers share one fork server, which takes five seconds to start. Cluster tests need none, nor torch."""
-    if not any("clustered" in argument for argument in node.config.args):
-        from ranks import share_fork_server
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Of xdist: its workers share one fork server, and are its forks. Cluster tests need none, nor torch."""
+    if not any("clustered" in argument for argument in config.args):
+        for spec in specs:
+            spec.python = forked_python()
 
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    if node.gateway.spec.python:
         node.workerinput["fork_server"] = share_fork_server()
 
 
@@ -54,8 +60,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("full") and not config.getoption("--hypothesis-profile"):
         settings.load_profile("full")
     if "fork_server" in getattr(config, "workerinput", {}):
-        from ranks import join_fork_server
-
         join_fork_server(config.workerinput["fork_server"])
 
 

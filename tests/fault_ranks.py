@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch.distributed as dist
-from ranks import warm_context
+from fork_server import warm_context
 from torch.distributed import run as torchrun
 from warm import run_and_end, run_script
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import multiprocessing
 import os
 import pickle
 import signal
@@ -13,15 +12,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import pytest
 import torch
 import torch._dynamo.guards
 import torch.distributed as dist
+from fork_server import use_streams_of, warm_context
 
 from parallel3d.comm.environment import destroy_process_group
 from parallel3d.comm.log import LOG
@@ -40,8 +38,7 @@ class RankError(AssertionError):
 
 
 def _worker(connection: Connection, port: int, device: str, folder: str, test_process: int) -> None:
-    for stream in (1, 2):  # the fork server may be another test process's
-        os.dup2(os.open(f"/proc/{test_process}/fd/{stream}", os.O_WRONLY | os.O_APPEND), stream)
+    use_streams_of(test_process)  # the fork server may be another's
     os.chdir(folder)  # for the failure-*.json of what tests break
     gc.freeze()  # what was imported stays
     gc.set_threshold(20_000, 20, 20)  # as in test processes: the compiler makes many small objects
@@ -90,39 +87,6 @@ def _take_part(connection: Connection, store: dist.Store, device: str) -> None:
     except BaseException:
         result = ("error", traceback.format_exc())
     connection.send_bytes(pickle.dumps(result))
-
-
-def preloaded() -> list[str]:
-    """Return the modules that the fork server imports."""
-    names = ["torch", "torch._dynamo", "parallel3d.parity.check", "pytest", "ranks"]
-    if not torch.backends.cuda.is_built():  # these look for CUDA, which no fork can use after that
-        names += ["torch._inductor.compile_fx", "warm_transformers", "sklearn.datasets"]
-    return names
-
-
-def warm_context() -> multiprocessing.context.ForkServerContext:
-    """Return the context of processes that have imported what takes long, by one server."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(preloaded())
-    with pytest.MonkeyPatch.context() as patch:  # the server isn't told sys.path, and leaves out what it doesn't find
-        patch.setenv("PYTHONPATH", os.path.dirname(__file__), prepend=os.pathsep)
-        forkserver._forkserver.ensure_running()  # before anything else starts it without these
-    return context
-
-
-def share_fork_server() -> dict[str, Any]:
-    """Start the server. Return where it is, for join_fork_server of other test processes, whose end doesn't end it."""
-    warm_context()
-    found = vars(forkserver._forkserver)
-    return {name: found[name] for name in ("_forkserver_address", "_forkserver_authkey") if name in found}
-
-
-def join_fork_server(found: dict[str, Any]) -> None:
-    """Use the server that another process keeps running."""
-    server = forkserver._forkserver
-    server._forkserver_alive_fd = os.open(os.devnull, os.O_WRONLY)
-    server.ensure_running = resource_tracker.ensure_running
-    vars(server).update(found)
 
 
 class RankPool:

@@ -15,7 +15,7 @@ from threading import Thread
 from typing import Any
 
 import torch
-from ranks import warm_context
+from fork_server import warm_context
 
 
 def run_and_end(script: Callable[..., None], args: tuple[Any, ...]) -> None:

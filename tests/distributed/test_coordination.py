@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from ranks import RankPool, warm_context
+from fork_server import warm_context
+from ranks import RankPool
 
 from parallel3d.comm.collectives import Group
 from parallel3d.comm.coordination import CollectiveDecision
