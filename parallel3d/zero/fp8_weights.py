@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 from types import CodeType
@@ -37,7 +37,7 @@ def can_gather_in_fp8(config: Config) -> bool:
     return fp8.enabled and fp8.recipe == "tensorwise" and zero.stage >= 3 and not on_host
 
 
-def mark_weights(module: nn.Module, linears: Iterable[nn.Module]) -> None:
+def mark_weights(module: nn.Module, linears: Collection[nn.Module]) -> None:
     """Let buckets that are made from now on gather the weights of these fp8 linears of a module in fp8, and no other ones.
 
     Not those that others may read: parameters that a module holds beside the linear, those of linears with hooks, and of
@@ -45,6 +45,8 @@ def mark_weights(module: nn.Module, linears: Iterable[nn.Module]) -> None:
     """
     for parameter in module.parameters():
         let_gather_in_fp8(parameter, False)
+    if not linears:
+        return
     modules = list(module.modules())
     readers = Counter(p for m in modules for p in tree_leaves(list(vars(m).values())) if isinstance(p, nn.Parameter))
     read = {linear for m in modules for linear in _read_by_forward(m)}
