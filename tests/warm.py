@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import runpy
 import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from subprocess import CompletedProcess
-from threading import Thread
 from typing import Any
 
 import torch
@@ -33,8 +34,8 @@ def run_and_end(script: Callable[..., None], args: tuple[Any, ...]) -> None:
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
         code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for end in (threading._shutdown, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):
+        end()
     os._exit(code)  # multiprocessing's way out prints the traceback once more
 
 
@@ -135,7 +136,9 @@ class WarmProcess:
             with stream:
                 texts[k] = stream.read()
 
-        readers = [Thread(target=read, args=item, daemon=True) for item in enumerate((self.stdout, self.stderr))]
+        readers = [
+            threading.Thread(target=read, args=item, daemon=True) for item in enumerate((self.stdout, self.stderr))
+        ]
         for reader in readers:
             reader.start()
         self._process.join(timeout)

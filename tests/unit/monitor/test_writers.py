@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from warm import run_codes
 
 import parallel3d
 from parallel3d.config import load
@@ -186,14 +186,12 @@ def test_what_a_failing_script_has_trained_is_written_at_its_end(tmp_path: Path)
     """Three steps take less than the second between two writes."""
     paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     environment = {**os.environ, "PYTHONPATH": paths, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
-    done = subprocess.run(
-        [sys.executable, "-c", FAILING], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    [done] = run_codes(FAILING, tmp_path, [environment])
     assert done.stderr.strip().endswith("RuntimeError: of the script")
-    _, *steps = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    _, *steps = map(json.loads, (tmp_path / "0" / "run" / "metrics.jsonl").read_text().splitlines())
     losses = [1.0, 1.0 - RATE, 1.0 - 2 * RATE]
     assert [step["train_loss"] for step in steps] == losses
-    [file] = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    [file] = tmp_path.glob("0/wandb/offline-run-*/*.wandb")
     assert [row["Train/Samples/train_loss"] for row in history(file)] == losses
 
 
