@@ -76,6 +76,7 @@ def worth(layout: Layout, num_pairs: int) -> float:
     return shown * num_pairs / (layout.num_ranks + 2) ** 0.5
 
 
+@cache
 def cover(max_ranks: int = 16) -> list[Layout]:
     """Layouts of at most so many ranks that hold every pair of values that any holds: greedily the best of some."""
     fitting = [layout for layout in ALL if layout.num_ranks <= max_ranks]

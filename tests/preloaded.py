@@ -4,9 +4,11 @@ import importlib
 from contextlib import suppress
 from threading import RLock
 
+import layouts
+import layouts3d
 import torch
 
-names = ["torch._dynamo", "parallel3d.parity.check", "pytest", "ranks"]
+names = ["torch._dynamo", "parallel3d.parity.check", "pytest", "ranks", "planned_memory"]
 if not torch.backends.cuda.is_built():  # these look for CUDA, which no fork can use after that
     names += ["torch._inductor.compile_fx", "warm_transformers", "sklearn.datasets"]
 for name in names:
@@ -14,3 +16,5 @@ for name in names:
         importlib.import_module(name)
 with suppress(ImportError):  # a killed rank would leave behind the semaphore of tqdm's own lock
     importlib.import_module("tqdm").tqdm.set_lock(RLock())
+layouts.all_pairs()  # which are kept, and which each of xdist's workers asks for
+layouts3d.cover()
