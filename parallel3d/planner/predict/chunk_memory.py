@@ -354,6 +354,8 @@ def _prepare(instructions: Sequence[Instruction]) -> tuple[list[_Kind], np.ndarr
 def _bytes_of(kind: _Kind, chunks: Mapping[int, ChunkMemory]) -> tuple[int, int]:
     """Return by how much an instruction changes the bytes that are held, and the most that it adds while it runs."""
     op, chunk, hands = kind
+    if chunk not in chunks:  # tied weights' gradients are summed with those of another stage's chunk
+        return 0, 0
     change = chunks[chunk].held.change(Instruction(op, chunk, 0))
     if hands:
         change += -chunks[chunk].kept_input if op is Op.BACKWARD_WEIGHT else chunks[chunk + 1].kept_input
