@@ -288,10 +288,10 @@ def all_gather_into(whole: Tensor, shard: Tensor, group: Group) -> Work:
     """Start to gather every rank's `shard` [n] into `whole` [n * group.size] in group order; shard may be a part of whole."""
     if _is_alone(group) and shard.data_ptr() != whole.data_ptr():
         whole.copy_(shard)
-    start: Callable[..., Any] = partial(_all_gather, whole, shard)
-    if (copies := group.gather_copies) is not None and copies.holds(shard):
-        start = lambda **_: copies.gather(whole, shard)  # noqa: E731
-    return _start("all_gather", whole, group, start)
+    copies = group.gather_copies
+    if copies is not None and copies.holds(shard):
+        return _start("all_gather", whole, group, lambda **_: copies.gather(whole, shard))
+    return _start("all_gather", whole, group, partial(_all_gather, whole, shard))
 
 
 def broadcast(tensor: Tensor, source: int, group: Group) -> None:
