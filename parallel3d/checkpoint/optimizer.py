@@ -16,6 +16,7 @@ from parallel3d.checkpoint.values import decode, encode
 from parallel3d.errors import CheckpointError
 from parallel3d.parameters import whole_shape
 from parallel3d.zero.buckets import Bucket, ParameterShard
+from parallel3d.zero.memory import is_elementwise_state
 
 # Settings of a group that concern only this process: how it computes, and its tensors.
 _OWN_SETTINGS = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
@@ -105,7 +106,7 @@ class OptimizerTarget:
     @torch.no_grad()
     def _memory(self, shard: ParameterShard, key: str, stored: StoredTensor) -> Tensor:
         """Return the optimizer's own tensor of that state, or a new one."""
-        elementwise = stored.shape == whole_shape(shard.info.parameter)
+        elementwise = is_elementwise_state(key, stored.shape, whole_shape(shard.info.parameter))
         shape = tuple(shard.master.shape) if elementwise else stored.shape
         held = self._optimizer.state.get(shard.master, {}).get(key)
         if isinstance(held, Tensor) and tuple(held.shape) == shape and held.dtype == stored.torch_dtype:

@@ -11,6 +11,7 @@ from parallel3d.checkpoint.boxes import Box, boxes_of_range, cut, in_whole, whol
 from parallel3d.checkpoint.format import OPTIMIZER
 from parallel3d.parameters import slicing_of, whole_shape
 from parallel3d.zero.buckets import ParameterShard
+from parallel3d.zero.memory import is_elementwise_state
 
 # Reading verifies a stored box as a whole, so a small part of a larger box would take longer to read.
 _MOST_ELEMENTS = 1 << 24
@@ -56,7 +57,7 @@ def shard_parts(name: str, shard: ParameterShard, values: Tensor) -> Iterator[Pa
 
 def state_parts(shard: ParameterShard, key: str, value: Tensor) -> Iterable[Part]:
     """Return a tensor of a shard's optimizer state as parts: elementwise state as the master is, any other whole."""
-    if value.shape == shard.master.shape:
+    if is_elementwise_state(key, value.shape, shard.master.shape):
         return shard_parts(state_name(shard, key), shard, value)
     name = state_name(shard, key) if value.dim() == 0 else own_state_name(shard, key)
     return [Part(name, tuple(value.shape), whole_box(value.shape), value.detach())]

@@ -286,6 +286,13 @@ def _largest_part(start: int, stop: int, shard: int) -> int:
 # Elementwise optimizers, and the tensors of an element's own size that they keep for each, whatever their settings.
 _BY_NUMBER = {0: "SGD", 1: "ASGD Adagrad Lion RMSprop", 2: "Adadelta Adam AdamW Adamax NAdam RAdam Rprop"}
 MOMENTS = {name: number for number, names in _BY_NUMBER.items() for name in names.split()}
+# Their state that is one number for a whole parameter. The shape doesn't tell it apart if the parameter is a number, too.
+_NUMBERS = frozenset({"step", "mu_product", "mu", "eta"})
+
+
+def is_elementwise_state(key: str, shape: Sequence[int], of_parameter: Sequence[int]) -> bool:
+    """Return whether the state of this name and shape has an element for each of a parameter, or of a part of one."""
+    return key not in _NUMBERS and tuple(shape) == tuple(of_parameter)
 
 
 def moments_of(optimizer: torch.optim.Optimizer) -> int | None:

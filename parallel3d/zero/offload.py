@@ -17,7 +17,7 @@ from parallel3d.comm.transfers import Event, Transfers
 from parallel3d.errors import OffloadError
 from parallel3d.zero.buckets import Bucket, ParameterShard, Span
 from parallel3d.zero.disk import StagingBuffer, StagingBuffers, in_blocks
-from parallel3d.zero.memory import StateBytes, bytes_of
+from parallel3d.zero.memory import StateBytes, bytes_of, is_elementwise_state
 from parallel3d.zero.policy import READS_AHEAD, free_memory
 from parallel3d.zero.storage import Storage
 
@@ -339,7 +339,7 @@ class OffloadedState:
         flats = self._flats[bucket]
         for piece in span.pieces:
             for name, value in self._optimizer.state.get(piece.master, {}).items():
-                if not isinstance(value, Tensor) or value.shape != piece.master.shape:
+                if not isinstance(value, Tensor) or not is_elementwise_state(name, value.shape, piece.master.shape):
                     continue
                 if name not in flats:
                     numel = bucket.gradient_shard.numel()

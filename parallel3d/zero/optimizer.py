@@ -16,7 +16,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.parameters import ParameterInfo
 from parallel3d.zero.buckets import Bucket, ParameterShard
 from parallel3d.zero.host_shards import HostShards
-from parallel3d.zero.memory import MOMENTS, StateBytes, bytes_of
+from parallel3d.zero.memory import MOMENTS, StateBytes, bytes_of, is_elementwise_state
 from parallel3d.zero.offload import OffloadedState
 from parallel3d.zero.policy import COPIED_NUMEL
 from parallel3d.zero.storage import Storage
@@ -239,7 +239,7 @@ def _state_of(key: str, value: Any, parameter: Tensor, master: Tensor, start: in
     """Cut elementwise state and convert it to the master's dtype; copy other state, such as a step count."""
     if not isinstance(value, Tensor):
         return value
-    if key == "step" or value.shape != parameter.shape:
+    if not is_elementwise_state(key, value.shape, parameter.shape):
         return value.clone()
     part = value.reshape(-1)[start : start + master.numel()].view(master.shape)
     return part.to(master.dtype if part.is_floating_point() else part.dtype, copy=True)

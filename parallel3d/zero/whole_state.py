@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from parallel3d.comm.collectives import Group, all_gather_into, all_reduce
 from parallel3d.errors import ConfigError
 from parallel3d.zero.buckets import Bucket, ParameterShard
+from parallel3d.zero.memory import is_elementwise_state
 
 MASTER, GRADIENT = "the master", "the gradient"  # names that no optimizer has for a state
 # Kinds of state, as offload_states has them, that must be on the device.
@@ -98,7 +99,8 @@ class WholeState:
         if what in (MASTER, GRADIENT):
             return shard.master.detach() if what == MASTER else shard.gradient
         value = self._optimizer.state.get(shard.master, {}).get(what)
-        return value if isinstance(value, Tensor) and value.shape == shard.master.shape else None
+        shape = shard.master.shape
+        return value if isinstance(value, Tensor) and is_elementwise_state(what, value.shape, shape) else None
 
     def _written(self, shard: ParameterShard, what: str) -> Tensor:
         state = self._of(shard, what)

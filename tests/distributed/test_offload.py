@@ -105,6 +105,53 @@ def test_weights_of_two_dtypes_share_the_buffers(run_ranks, tmp_path: Path):
     assert max(far.values()) < 1e-6, far
 
 
+class Scaled(nn.Module):
+    """A parameter without dims, like the temperature of CLIP's loss, among others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(8, 3), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * self.scale).square().mean()
+
+
+def train_scaled(directory: Path, offload: dict[str, Any]) -> dict[str, float]:
+    """Return how far weights are from those of plain PyTorch, by optimizer, also after a checkpoint of another stage."""
+    far = {}
+    for make in (torch.optim.NAdam, torch.optim.ASGD):  # each with another number beside `step`
+        torch.manual_seed(2)
+        plain = Scaled()
+        engines = []
+        for stage, own in ((2, offload), (0, {}), (1, offload)):
+            model = deepcopy(plain)
+            config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage, **own}}
+            optimizer = make(model.parameters(), lr=1e-2)
+            engines.append(parallel3d.initialize(model=model, optimizer=optimizer, config=config)[0])
+        optimizer = make(plain.parameters(), lr=1e-2)
+        for k, engine in enumerate(engines):
+            if k > 0:
+                engine.load_checkpoint(directory / make.__name__)
+            for x in torch.randn(2, 4, 8):
+                optimizer.zero_grad()
+                plain(x).backward()
+                optimizer.step()
+                engine.backward(engine(x))
+                engine.step()
+            if k < 2:
+                engine.save_checkpoint(directory / make.__name__)
+        pairs = zip(plain.parameters(), engines[-1].module.parameters(), strict=True)
+        far[make.__name__] = max(float((a - b).abs().max()) for a, b in pairs)
+    return far
+
+
+@pytest.mark.parametrize(("ranks", "is_on_disk"), [(1, False), (2, True)])
+def test_a_parameter_without_dims_is_trained_like_the_others(run_ranks, tmp_path: Path, ranks: int, is_on_disk: bool):
+    offload = on_disk(tmp_path) if is_on_disk else DEVICE
+    for far in run_ranks(ranks, train_scaled, tmp_path, offload):
+        assert max(far.values()) < 1e-6, far
+
+
 AUTO = {"offload_optimizer": {"device": "cpu", "ratio": "auto"}, "sub_group_size": 300}
 
 
