@@ -251,8 +251,8 @@ class Reports:
         """Return this rank's (predicted, measured) bytes by component and by phase."""
         update, profile, units = self._update, self.memory, self._update.units
         measured = update.reducer.state_bytes() + update.sharded.state_bytes()
-        moments, infos, replicas = moments_of(update.optimizer), self._model.parameter_infos(), self._groups.data.size
-        frozen = self._model.frozen_infos()
+        moments, replicas = moments_of(update.optimizer), self._groups.data.size
+        infos, frozen = update.infos, update.frozen_infos
         predicted = predict_state(infos, update.policy, replicas, moments or 0, frozen=frozen)
         if moments is None:
             unknown = ("optimizer", "host", "disk", "window")

@@ -84,7 +84,7 @@ class Checkpoints:
             own["huggingface"] = huggingface_names(self._model.layers, self._model.global_name)
             extra = _extra_state(self._model) if self._groups.coordinate("data") == 0 else {}
             own["extra"] = {name: encode(m.get_extra_state(), name, tensors) for name, m in extra.items()}
-            own["frozen"] = [info.name for info in self._model.frozen_infos()] if exclude_frozen_parameters else []
+            own["frozen"] = [info.name for info in self._update.frozen_infos] if exclude_frozen_parameters else []
             if self._groups.rank == 0:
                 state = {**self._shared_state(scheduler), "client_state": dict(client_state or {})}
                 own["shared"] = {key: encode(value, key, tensors) for key, value in state.items()}
@@ -290,7 +290,7 @@ class _CheckpointLoader:
                 wanted.known.add(weight)
                 wanted.add(reader, shard_parts(master if master in reader.tensors else weight, shard, shard.master))
         others = ((name, parts_of(name, tensor)) for name, tensor in _other_state(self._model))
-        for name, parts in (*_frozen_parts(self._model, self._update), *others):
+        for name, parts in (*_frozen_parts(self._update), *others):
             wanted.known.add(name)
             if name.removeprefix(MODEL) not in left_out:
                 wanted.add(reader, parts)
@@ -323,7 +323,7 @@ def _parts_of_engine(model: PipelineModule, update: WeightUpdate, exclude_frozen
                     parts += state_parts(shard, key, value)
                 else:
                     numbers.setdefault(name, {})[key] = value
-    for _, own in () if exclude_frozen else _frozen_parts(model, update):
+    for _, own in () if exclude_frozen else _frozen_parts(update):
         parts += own
     # These may differ between replicas, which see different data; those of the first replica are saved.
     for name, tensor in _other_state(model) if model.groups.coordinate("data") == 0 else ():
@@ -332,10 +332,10 @@ def _parts_of_engine(model: PipelineModule, update: WeightUpdate, exclude_frozen
     return parts, {"groups": describe_groups(update.optimizer, buckets), "numbers": numbers}
 
 
-def _frozen_parts(model: PipelineModule, update: WeightUpdate) -> Iterator[tuple[str, Iterator[Part]]]:
+def _frozen_parts(update: WeightUpdate) -> Iterator[tuple[str, Iterator[Part]]]:
     """Yield (name, what this rank holds of it) of each parameter that is not trained; of those sharded by ZeRO-3, its shard."""
     shards = {shard.info.parameter: shard for bucket in update.frozen_buckets for shard in bucket.shards}
-    for info in model.frozen_infos():
+    for info in update.frozen_infos:
         name = MODEL + info.name
         if weights_of(info.parameter) is None:
             yield name, parts_of(name, info.parameter)

@@ -73,8 +73,7 @@ def countable(count: Tensor) -> Tensor:
 def _cast(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Cast the weights to a half precision; not by `to`, which would drop the imaginary part of complex buffers."""
     if dtype is not None:
-        cast = model.half if dtype is torch.float16 else model.bfloat16
-        cast()
+        (model.half if dtype is torch.float16 else model.bfloat16)()
 
 
 def idle_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -89,6 +88,7 @@ class WeightUpdate:
     - on_launch: called with each GATHER_PARAMS and REDUCE_GRADS instruction that has been launched, and its Work.
     - on_value, on_gradient: called with each gradient, see GradientSink.
 
+    infos, frozen_infos: the parameters that are trained, and the others: what is frozen after `initialize` is among the first.
     units: the sharded weights of ZeRO-3, those of frozen_buckets included; None if all are whole. host_shards: those of their
     shards that are in host memory or on disk; None if offload_param is off. parking: moves state to the host between steps.
     grad_norm: the norm of the whole model's gradient in the last step, before clipping; a scalar on the device, the same on
@@ -106,14 +106,14 @@ class WeightUpdate:
         on_value: Callable[[nn.Parameter, Tensor], None] | None = None,
         on_gradient: Callable[[nn.Parameter], None] | None = None,
     ):
-        infos, groups = model.parameter_infos(), model.groups
+        infos = self.infos = model.parameter_infos()
+        self.frozen_infos, groups = model.frozen_infos(), model.groups
         self._model, self._groups, self._on_launch = model, groups, on_launch
         self._clipping = config.gradient_clipping
         # Factor of the mean gradient in what the optimizer gets.
         self._replicas_summed = groups.data.size if config.gradient_allreduce_op == "sum" else 1
         self.optimizer = optimizer
-        self._frozen = model.frozen_infos()
-        held = sum(info.parameter.numel() for info in (*infos, *self._frozen)) // groups.data.size
+        held = sum(info.parameter.numel() for info in (*infos, *self.frozen_infos)) // groups.data.size
         mine = make_policy(config, infos, model.device, precision.weights, held)
         # All ranks run one program: a single rank that is short of memory decides for all.
         anywhere = any(row[0] for row in all_gather_integers([int(mine.reduce_per_micro_batch)], groups.control))
@@ -171,7 +171,7 @@ class WeightUpdate:
                 self._whole_states.append(state)
 
     def _frozen_weights(self) -> list[Tensor]:
-        whole = [info.parameter for info in self._frozen if weights_of(info.parameter) is None]
+        whole = [info.parameter for info in self.frozen_infos if weights_of(info.parameter) is None]
         return [*whole, *(bucket.sharded.shard for bucket in self.frozen_buckets)]
 
     def _count_write(self) -> None:
@@ -194,9 +194,9 @@ class WeightUpdate:
                 f"how much state {type(self.optimizer).__name__} keeps for an element isn't known, so no space can be taken on "
                 "disk for it; use offload_optimizer.device cpu, or one of the optimizers of torch.optim"
             )
-        state = predict_state(infos, self.policy, replicas, moments or 0, frozen=self._frozen)
-        shards = predict_shards(infos, self._frozen, self.policy, replicas)
-        own = (weights_of(info.parameter) for info in (*infos, *self._frozen))
+        state = predict_state(infos, self.policy, replicas, moments or 0, frozen=self.frozen_infos)
+        shards = predict_shards(infos, self.frozen_infos, self.policy, replicas)
+        own = (weights_of(info.parameter) for info in (*infos, *self.frozen_infos))
         held = sum(w.shard.nbytes for w in own if w is not None and w.shard.device.type == "cpu")
         return open_storage(self.policy, state, shards, held, self._groups.control, limit_gib)
 
@@ -217,7 +217,7 @@ class WeightUpdate:
         # A communicator of its own: gathers of weights and reductions of gradients come in no common order.
         gather_group = groups.build(groups.topology.get_axis_comm_lists("data")) if shards else None
         if gather_group is not None and self.policy.peer_copies:
-            held = sum(mapped_shards(each, self.policy, groups.data.size) for each in (infos, self._frozen))
+            held = sum(mapped_shards(each, self.policy, groups.data.size) for each in (infos, self.frozen_infos))
             gather_group.use_gather_copies(open_gather_copies(groups, model.device, held))
         self.host_shards = None
         if shards and offload is not None:
@@ -235,15 +235,15 @@ class WeightUpdate:
             on_gradient=on_gradient,
             homes=ShardHomes(gather_group, allocate, self.host_shards),
         )
-        frozen = shard_frozen(self._frozen, self.policy, gather_group, self.host_shards) if gather_group else ()
+        frozen = shard_frozen(self.frozen_infos, self.policy, gather_group, self.host_shards) if gather_group else ()
         self.frozen_buckets = list(frozen)
         sharded = {info.parameter for bucket in self.frozen_buckets for info in bucket.infos}
-        for info in self._frozen:
+        for info in self.frozen_infos:
             if info.parameter not in sharded:
                 make_whole(info.parameter)
         self.units = self._make_units() if shards else None
         if self.policy.stage == 3:
-            for info in (*infos, *self._frozen):
+            for info in (*infos, *self.frozen_infos):
                 describe_whole(info.parameter, groups.data)
 
     def _make_units(self) -> Units:
@@ -351,7 +351,7 @@ class WeightUpdate:
         return not overflow
 
     def _refuse_unfrozen(self) -> None:
-        for info in self._frozen:
+        for info in self.frozen_infos:
             if info.parameter.requires_grad:
                 raise ConfigError(
                     f"parameter {info.name} was frozen when initialize was called, so it has no gradient buffer or optimizer "

@@ -379,6 +379,34 @@ def test_what_does_not_fit_is_listed(run_ranks, tmp_path: Path) -> None:
     assert "Did you mean 'whole'?" in found["tag"]
 
 
+def freeze_later(directory: str) -> list[bool]:
+    """Freeze a layer between two steps, and load the weights where it has been frozen from the start."""
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(13, 13), nn.Linear(13, 1))
+
+    zero = {"stage": 2, "reduce_bucket_size": 40}
+    model = made()
+    engine = plain(model, zero_optimization=zero)
+    for step in range(2):
+        model[0].requires_grad_(step == 0)
+        engine.backward(engine(torch.ones(2, 13)).sum())
+        engine.step()
+    found = []
+    for name, is_excluded in (("whole", False), ("trained", True)):
+        engine.save_checkpoint(directory, tag=name, exclude_frozen_parameters=is_excluded)
+        other = made()
+        other[0].requires_grad_(False)
+        plain(other, zero_optimization=zero).load_checkpoint(directory, tag=name)
+        found.append(equal(other.state_dict(), model.state_dict()))
+    return found
+
+
+def test_what_is_frozen_after_initialize_is_saved_as_trained(run_ranks, tmp_path: Path) -> None:
+    assert run_ranks(3, freeze_later, str(tmp_path)) == [[True, True]] * 3
+
+
 def with_groups(directory: str, saves: bool, joined: bool) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": toy.SAMPLES,
