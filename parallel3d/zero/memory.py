@@ -277,6 +277,8 @@ def _largest_piece(layout: BucketLayout) -> int:
 
 def _largest_part(start: int, stop: int, shard: int) -> int:
     """Return the size of the largest part of [start, stop) that lies in one shard."""
+    if start == stop:
+        return 0  # so may the shards be, of what a rank has no part of
     first, last = (start // shard + 1) * shard, (stop - 1) // shard * shard
     if first >= stop:
         return stop - start
@@ -296,9 +298,10 @@ def is_elementwise_state(key: str, shape: Sequence[int], of_parameter: Sequence[
 
 
 def moments_of(optimizer: torch.optim.Optimizer) -> int | None:
-    """Return how many elements of state an optimizer keeps per element; None if that isn't known."""
+    """Return how many elements of state an optimizer keeps per element, at most; None if that isn't known."""
     known = MOMENTS.get(type(optimizer).__name__)
-    more = sum(bool(optimizer.defaults.get(key)) for key in ("amsgrad", "centered", "momentum"))
+    settings = (optimizer.defaults, *optimizer.param_groups)
+    more = sum(any(each.get(key) for each in settings) for key in ("amsgrad", "centered", "momentum"))
     return None if known is None else known + more
 
 

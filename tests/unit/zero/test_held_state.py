@@ -35,6 +35,11 @@ def test_moments_are_the_tensors_that_a_step_leaves(name: str, settings: dict[st
     assert moments_of(optimizer) == sum(t.shape == parameter.shape for t in state)
 
 
+def test_a_groups_own_settings_count() -> None:
+    groups = [{"params": [nn.Parameter(torch.ones(5))]}, {"params": [nn.Parameter(torch.ones(5))], "momentum": 0.9}]
+    assert moments_of(torch.optim.SGD(groups, lr=0.1)) == 1
+
+
 def test_nothing_is_known_of_the_moments_of_other_optimizers() -> None:
     class Own(torch.optim.Optimizer):
         pass

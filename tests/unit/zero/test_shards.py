@@ -16,7 +16,7 @@ from parallel3d.parameters import ParameterInfo
 from parallel3d.zero import buckets as buckets_module
 from parallel3d.zero.buckets import Bucket, make_buckets
 from parallel3d.zero.layout import ALIGNMENT
-from parallel3d.zero.memory import predict_state, unit_sizes, update_traffic
+from parallel3d.zero.memory import StateBytes, piece_sizes, predict_state, unit_sizes, update_traffic
 from parallel3d.zero.policy import WeightOffload, ZeroPolicy
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=8)
@@ -138,6 +138,13 @@ def test_model_state_is_what_the_zero_paper_has(stage: int, per_micro_batch: boo
     policy = ZeroPolicy(stage, 500_000_000, torch.bfloat16, reduce_per_micro_batch=per_micro_batch)
     predicted = predict_state(infos, policy, data_size=8)
     assert predicted.backward / (100 * 70_000_000) == pytest.approx(expected, rel=0.05)
+
+
+def test_parameters_that_a_rank_has_no_part_of_take_nothing():
+    infos = [ParameterInfo("layers.0.weight", nn.Parameter(torch.empty(0, 4)), (0,))]
+    policy = ZeroPolicy(1, 500, torch.bfloat16, gradient_dtype=torch.bfloat16)
+    assert predict_state(infos, policy, data_size=2) == StateBytes()
+    assert piece_sizes(infos, policy, data_size=2) == (0, 0)
 
 
 def test_an_update_moves_gradients_masters_moments_and_weights():
