@@ -26,7 +26,8 @@ Call = Callable[[], None]
 _MASTER = "master"
 # With ratio "auto", the device's free memory is measured after this step: the second has all that a step allocates.
 _MEASURED_STEPS = 2
-# Optimizers of torch whose fused kernels run on the CPU, in one pass over the memory.
+# Optimizers of torch whose fused kernels run on the CPU, in one pass over the memory. Not SGD with momentum: its kernel can't
+# start that of a parameter which gets its first gradient later than others.
 _FUSED_ON_CPU = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD)
 
 
@@ -101,7 +102,7 @@ class OffloadedState:
         self._failure: str | None = None  # the error that ended a step before its end
         if self.on_cpu and isinstance(optimizer, _FUSED_ON_CPU):
             for group in optimizer.param_groups:
-                group.update(fused=True, foreach=False)
+                group.update(fused=not group.get("momentum"), foreach=False)
         self._adopt_all()
 
     def _on_device(self, itemsize: int) -> Tensor:

@@ -152,6 +152,28 @@ def test_a_parameter_without_dims_is_trained_like_the_others(run_ranks, tmp_path
         assert max(far.values()) < 1e-6, far
 
 
+def train_late() -> float:
+    """Return how far weights are from plain PyTorch's where a layer gets its first gradient later than others."""
+    torch.manual_seed(2)
+    plain = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    model = deepcopy(plain)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, dampening=0.1) for m in (plain, model)]
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": ON_CPU}
+    engine, *_ = parallel3d.initialize(model=model, optimizer=optimizers[1], config=config)
+    for step, x in enumerate(torch.randn(3, 4, 8)):
+        optimizers[0].zero_grad()
+        for layers in (plain, model):
+            loss = nn.Sequential(*layers[: 1 + bool(step)])(x).square().mean()
+            engine.backward(loss) if layers is model else loss.backward()
+        optimizers[0].step()
+        engine.step()
+    return max(float((a - b).abs().max()) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+def test_the_cpu_starts_the_momentum_of_each_parameter_with_its_first_gradient(run_ranks):
+    assert run_ranks(1, train_late)[0] < 1e-6
+
+
 AUTO = {"offload_optimizer": {"device": "cpu", "ratio": "auto"}, "sub_group_size": 300}
 
 
