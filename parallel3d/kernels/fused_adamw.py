@@ -73,7 +73,7 @@ class FusedAdamW:
         self._library, self._optimizer, self._device = load_library(), optimizer, device
         self._workspace = workspace
         self._shared = {bucket: addresses(places) for bucket, places in (shared or {}).items()}
-        self._group_of = {p: k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self._group_of: dict[nn.Parameter, int] = {}
         self._laid: dict[Bucket, _Laid] = {}
 
     def writes_peers(self, bucket: Bucket) -> bool:
@@ -102,11 +102,12 @@ class FusedAdamW:
         """
         if (reason := check_adam(self._optimizer)) is not None:  # settings from a checkpoint, for example
             raise ConfigError(f"kernels.optimizer_step: {reason}, or set kernels.optimizer_step to false")
+        groups = self._optimizer.param_groups
+        self._group_of = {p: k for k, group in enumerate(groups) for p in group["params"]}
         laid = [(bucket, self._lay_out(bucket, untouched)) for bucket in buckets]
         steps = [step for _, its in laid for step in its.steps]
         if steps:
             torch._foreach_add_(steps, 1 if skip is None else (~skip).float())
-        groups = self._optimizer.param_groups
         divisor = None if divisor is None else divisor.double()
         scalars = [None if scalar is None else scalar.data_ptr() for scalar in (divisor, skip)]
         rule = (settings_array(groups), len(groups), *scalars)

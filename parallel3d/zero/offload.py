@@ -93,16 +93,13 @@ class OffloadedState:
         if storage.file is not None:
             read = min(settings.host_buffers, sum(len(bucket.spans) for bucket in buckets if bucket.state_on_disk))
             self._staging = StagingBuffers(storage.file, read, storage.settings.pin, self._longest * self._widest)
-        self._group_of = {p: k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self._group_of: dict[nn.Parameter, int] = {}
         # What gradients pass through on their way to the CPU is kept: to pin new memory takes long.
         self._window = [_Buffer() for _ in range(settings.buffers)] if self.on_cpu else []
         self._window_bytes = 0  # of the last step
         self._last: Event = None  # of the last copy to the host
         self._steps = 0
         self._failure: str | None = None  # the error that ended a step before its end
-        if self.on_cpu and isinstance(optimizer, _FUSED_ON_CPU):
-            for group in optimizer.param_groups:
-                group.update(fused=not group.get("momentum"), foreach=False)
         self._adopt_all()
 
     def _on_device(self, itemsize: int) -> Tensor:
@@ -162,6 +159,7 @@ class OffloadedState:
         untouched, factor: see Bucket.assign_gradients.
         """
         self._adopt_all()
+        self._take_groups()
         work = ((bucket, span) for bucket in self._buckets for span in bucket.spans)
         run = self._step_on_cpu if self.on_cpu else self._step_on_device
         kept = [group["params"] for group in self._optimizer.param_groups]
@@ -174,6 +172,13 @@ class OffloadedState:
             self._transfers.join(self._device)  # the window's memory is free for others, also after an error
             for group, params in zip(self._optimizer.param_groups, kept, strict=True):
                 group["params"] = params
+
+    def _take_groups(self) -> None:
+        groups = self._optimizer.param_groups
+        self._group_of = {p: k for k, group in enumerate(groups) for p in group["params"]}
+        if self.on_cpu and isinstance(self._optimizer, _FUSED_ON_CPU):
+            for group in groups:
+                group.update(fused=not group.get("momentum"), foreach=False)
 
     def check_whole(self) -> None:
         """Raise OffloadError if a step has failed after it had updated some spans, unless all state was loaded since."""

@@ -38,10 +38,10 @@ class ShardedOptimizer:
     """Makes a torch optimizer update this rank's pieces instead of the parameters it was made for.
 
     Its parameter groups keep their settings, and a parameter's pieces stay in its group; so learning-rate schedules and
-    the user's handles go on working. on_gather: called with the owners and the index of each bucket whose gather has been
-    launched, and its Work. Raises ConfigError for an optimizer that would compute something else on shards, unless
-    allow_untested, and for parameters that aren't the model's. partitions: whether the optimizer must be fit for shards, though
-    a single rank may hold whole tensors.
+    the user's handles go on working, and groups can be added. on_gather: called with the owners and the index of each bucket
+    whose gather has been launched, and its Work. Raises ConfigError for an optimizer that would compute something else on
+    shards, unless allow_untested, and for parameters that aren't the model's. partitions: whether the optimizer must be fit for
+    shards, though a single rank may hold whole tensors.
 
     open_kernel: called when the optimizer holds the masters; returns the kernel that steps these buckets, or None.
     storage: where the state of the buckets that are offloaded is kept. offloaded: that state; None if there is none.
@@ -65,19 +65,14 @@ class ShardedOptimizer:
         self.buckets = list(buckets)[::-1]
         cuts = partitions or any(b.partition.size > 1 or b.is_offloaded for b in self.buckets)
         check_optimizer(optimizer, cuts, allow_untested)
-        masters: dict[nn.Parameter, list[nn.Parameter]] = {p: [] for p in model_parameters}
+        self._masters: dict[nn.Parameter, list[nn.Parameter]] = {p: [] for p in model_parameters}
         for bucket in self.buckets:
             for piece in bucket.pieces:
-                masters[piece.info.parameter].append(piece.master)
+                self._masters[piece.info.parameter].append(piece.master)
             _move_state(optimizer, bucket)
         for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter not in masters:
-                    raise ConfigError(
-                        f"the optimizer holds a parameter of shape {list(parameter.shape)} that is not the model's; make it "
-                        "from model.parameters()"
-                    )
-            group["params"] = [master for parameter in group["params"] for master in masters[parameter]]
+            group["params"] = self._masters_of(group["params"])
+        vars(optimizer)["add_param_group"] = self._add_param_group
         self._fused = open_kernel(self.buckets) if open_kernel is not None else None
         offloaded = [bucket for bucket in self.buckets if bucket.is_offloaded]
         self.offloaded = OffloadedState(optimizer, offloaded, storage) if storage is not None and offloaded else None
@@ -86,6 +81,24 @@ class ShardedOptimizer:
         self._gathers: dict[Bucket, Work] = {}
         self._on_gather = on_gather
         self._bucket_of = {info.parameter: bucket for bucket in self.buckets for info in bucket.infos}
+
+    def _masters_of(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Return this rank's pieces of some of the model's parameters. Raises ConfigError for others."""
+        found: list[nn.Parameter] = []
+        for parameter in parameters:
+            if parameter not in self._masters:
+                raise ConfigError(
+                    f"the optimizer holds a parameter of shape {list(parameter.shape)} that is not the model's; make it "
+                    "from model.parameters()"
+                )
+            found += self._masters[parameter]
+        return found
+
+    def _add_param_group(self, group: dict[str, Any]) -> None:
+        """Add a group of the model's parameters, as a script does that trains more of them later."""
+        given = group["params"]
+        params = self._masters_of([given] if isinstance(given, nn.Parameter) else given)
+        type(self.optimizer).add_param_group(self.optimizer, {**group, "params": params})
 
     def state_bytes(self) -> StateBytes:
         """Return the bytes of the optimizer's state on this rank now, and of masters and weights on the host."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from layouts import BASE_SEED, Run, check, own_iterator, run_reference, run_steps, specs
+from parallel3d.utils import safe_get_full_fp32_param
 from reference import Item, Reference
 from torch import Tensor, nn
 
@@ -134,3 +136,43 @@ def test_an_optimizer_of_whole_tensors_is_torch_with_zero_0(run_ranks, name: str
     items = MATRICES if name == "Muon" else LAYERS
     results = run_ranks(ranks, train, items, name, WHOLE[name], {"stage": 0})
     check([run for run, _ in results], expected(name, ranks), ranks, tolerance=1e-10)
+
+
+LATER = {
+    "zero3": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
+    "offload": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+    "bf16": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}},
+}
+
+
+def add_group(directory: str) -> dict[str, float]:
+    """Return how far masters are from plain PyTorch's after a layer has joined the optimizer between steps."""
+    far = {}
+    for name, config in LATER.items():
+        torch.manual_seed(2)
+        plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        model = copy.deepcopy(plain)
+        optimizers = [torch.optim.SGD(m[0].parameters(), lr=0.1, momentum=0.9) for m in (plain, model)]
+        engine, *_ = parallel3d.initialize(
+            model=model, optimizer=optimizers[1], config={"train_micro_batch_size_per_gpu": 4, **config}
+        )
+        for step, x in enumerate(torch.randn(3, 4, 8)):
+            if step == 1:
+                for m, optimizer in zip((plain, model), optimizers, strict=True):
+                    optimizer.add_param_group({"params": m[1].parameters(), "lr": 0.5})
+            plain.zero_grad()
+            plain(x).square().mean().backward()
+            optimizers[0].step()
+            engine.backward(engine(x).float().square().mean())
+            engine.step()
+        engine.save_checkpoint(directory, tag=name)
+        pairs = zip(plain.parameters(), map(safe_get_full_fp32_param, model.parameters()), strict=True)
+        far[name] = max(float((a - b).abs().max()) for a, b in pairs)
+    return far
+
+
+def test_a_group_is_added_between_steps(run_ranks, tmp_path):
+    for far in run_ranks(2, add_group, str(tmp_path)):
+        assert far["zero3"] < 1e-6
+        assert far["offload"] < 1e-6
+        assert far["bf16"] < 0.01, "the layer that joins moves by a tenth"
