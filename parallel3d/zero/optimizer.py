@@ -72,6 +72,9 @@ class ShardedOptimizer:
             _move_state(optimizer, bucket)
         for group in optimizer.param_groups:
             group["params"] = self._masters_of(group["params"])
+        held = {master for group in optimizer.param_groups for master in group["params"]}  # of frozen ones is no master
+        for parameter in optimizer.state.keys() - held:
+            del optimizer.state[parameter]
         vars(optimizer)["add_param_group"] = self._add_param_group
         self._fused = open_kernel(self.buckets) if open_kernel is not None else None
         offloaded = [bucket for bucket in self.buckets if bucket.is_offloaded]
@@ -243,9 +246,6 @@ def _move_state(optimizer: torch.optim.Optimizer, bucket: Bucket) -> None:
         if master is not parameter and parameter in optimizer.state:
             whole = optimizer.state[parameter].items()
             optimizer.state[master] = {k: _state_of(k, value, parameter, master, piece.start) for k, value in whole}
-    if bucket.master is not None:
-        for parameter in bucket.parameters:
-            optimizer.state.pop(parameter, None)
 
 
 def _state_of(key: str, value: Any, parameter: Tensor, master: Tensor, start: int) -> Any:

@@ -95,3 +95,12 @@ def test_weights_that_were_not_used_are_gathered_before_they_are_updated_again(m
     sharded.gather()
     sharded.step(set())
     assert seen == [[], [1, 1]]
+
+
+def test_state_of_frozen_parameters_is_dropped_with_them() -> None:
+    own, parameters = buckets(2)
+    frozen = nn.Parameter(torch.ones(10), requires_grad=False)
+    optimizer = torch.optim.Adagrad([*parameters, frozen])  # which makes state at once
+    ShardedOptimizer(optimizer, own, [*parameters, frozen])
+    state = optimizer.state_dict()
+    assert state["state"].keys() == set(state["param_groups"][0]["params"])
