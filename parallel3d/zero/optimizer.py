@@ -118,6 +118,8 @@ class ShardedOptimizer:
         """Return whether the optimizer's kernels divide gradients and skip an overflow, in the pass they make anyway."""
         if self.offloaded is not None and self.offloaded.on_cpu:
             return False
+        if any(bucket.master_dtype == torch.float64 for bucket in self.buckets):
+            return False  # the kernels take the divisor in fp32
         fused = all(group.get("fused") for group in self.optimizer.param_groups)
         return fused and isinstance(self.optimizer, _SCALING) and hasattr(self.optimizer, "_step_supports_amp_scaling")
 

@@ -176,3 +176,25 @@ def test_a_group_is_added_between_steps(run_ranks, tmp_path):
         assert far["zero3"] < 1e-6
         assert far["offload"] < 1e-6
         assert far["bf16"] < 0.01, "the layer that joins moves by a tenth"
+
+
+def clip_fused() -> float:
+    """Return how far weights in float64 are from plain PyTorch's after steps of a fused kernel with clipping."""
+    torch.manual_seed(2)
+    plain = nn.Linear(8, 8, dtype=torch.float64)
+    model = copy.deepcopy(plain)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, eps=1e-2, fused=True) for m in (plain, model)]
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.01}
+    engine, *_ = parallel3d.initialize(model=model, optimizer=optimizers[1], config=config)
+    for x in torch.randn(3, 4, 8, dtype=torch.float64):
+        plain.zero_grad()
+        plain(x).square().mean().backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+        optimizers[0].step()
+        engine.backward(engine(x).square().mean())
+        engine.step()
+    return max(float((a - b).abs().max()) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+def test_a_fused_kernel_clips_in_float64_exactly(run_ranks):
+    assert run_ranks(1, clip_fused)[0] < 1e-12
