@@ -16,6 +16,8 @@ _WRITE_NOTHING = ("empty", "new_empty", "lift")
 # GEMMs, [..., m, k] x [..., k, n], with the number of operands that precede the two matrices. PyTorch's own formulas fail
 # with an `out_dtype` argument and know no in-place GEMMs.
 _GEMMS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1}
+# Products of experts with their tokens, the rows or columns of one matrix, and the field of Work that they count for.
+_GROUPED = {"_grouped_mm": "gemm_flops", "_scaled_grouped_mm": "fp8_flops"}
 
 
 def cost_of(
@@ -37,6 +39,11 @@ def cost_of(
     if name in _GEMMS:
         left, right = args[_GEMMS[name] : _GEMMS[name] + 2]
         return "gemm_flops", 2.0 * left.numel() * right.shape[-1]
+    if name in _GROUPED:
+        left, right = args[:2]
+        # Of a matrix for each expert and tokens along the result's columns, each expert multiplies its tokens alone.
+        experts = left.shape[0] if left.dim() > right.dim() else 1
+        return _GROUPED[name], 2.0 * left.numel() * right.shape[-1] / experts
     if name.startswith(_ATTENTION):
         return "attention_flops", _attention_flops(func, args, kwargs)
     if packet in flop_registry:

@@ -228,6 +228,29 @@ def test_what_the_meta_device_cannot_trace_fake_tensors_do(layer: Any, changes: 
     assert not any(p.device.type != "cpu" for p in (layer.parameters() if isinstance(layer, nn.Module) else ()))
 
 
+class Experts(nn.Module):
+    """Tokens in equal parts for four experts, as the mixtures of transformers multiply them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 16, 32))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        ends = torch.arange(1, 5, dtype=torch.int32, device=tokens.device) * (len(tokens) // 4)
+        return torch._grouped_mm(tokens, self.weight, offs=ends)
+
+
+def test_the_products_of_experts_count_each_token_once():
+    """Whatever the number of experts, of which each has a share of the tokens: forward, and both products of the backward."""
+    config = load({"train_micro_batch_size_per_gpu": 64, **BF16})
+    specs = [LayerSpec(nn.Linear, 16, 16), LayerSpec(Experts)]
+    _, experts = ModelProfile(specs, torch.zeros(64, 16), None, None, config).layers(Layout(micro_batch=64))
+    expected = 2 * 64 * 16 * 32
+    assert experts.forward.gemm_flops == expected
+    assert experts.backward.gemm_flops == 2 * expected
+    assert experts.forward.weights == 2 * 4 * 16 * 32
+
+
 class Communicates(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.ops._c10d_functional.all_reduce(x, "sum", "0")
