@@ -33,9 +33,11 @@ class Device(Described):
     - host_memory: bytes of the host's memory for each device; host_memory_bandwidth: bytes a second that an optimizer's step on
       the CPU reads and writes there; disk_bandwidth: bytes a second that are read from a local disk, and as many written, for
       each device.
+    - preset: name of the preset that it is or is based on; "" for none.
     """
 
     name: str
+    preset: str = ""
     memory: Bytes
     peak_flops: Flops
     gemm_flops: Flops
@@ -97,7 +99,9 @@ class Catalogue:
         for name, given in [*presets().devices.items(), *(described or {}).items()]:
             if name.lower() in self._values:
                 raise ConfigError(f"there is a device {self.device(name).name!r} already; call yours something else")
-            values = {**(self._find(given["base"]) if "base" in given else {}), **given, "name": name}
+            base = self._find(given["base"]) if "base" in given else {}
+            preset = name if name in presets().devices else base.get("preset", "")
+            values = {**base, **given, "name": name, "preset": preset}
             known = {key: value for key, value in values.items() if key not in ("base", "wiring")}
             if missing := [key for key, f in Device.model_fields.items() if f.is_required() and key not in known]:
                 raise ConfigError(

@@ -23,7 +23,7 @@ from parallel3d.costs.devices import preset_of
 from parallel3d.errors import ConfigError, ExecutionError
 from parallel3d.launcher.ranks import run_ranks
 from parallel3d.planner.calibrate.measure_worker import ON_CPU, ON_GPUS, Effort, Measured, Transfer, measure_rank
-from parallel3d.planner.cluster.file import default_path
+from parallel3d.planner.cluster.file import default_path, measured_name
 
 _HEADER = """\
 # Measured by p3d plan --measure. Bandwidths in bytes a second and direction, latencies in seconds, as fitted to what is under
@@ -65,7 +65,7 @@ def measure_cluster(path: str | Path | None = None, processes: int | None = None
 
 def describe(ranks: Sequence[Measured]) -> dict[str, Any]:
     """Return the content of a cluster's YAML for a host that these ranks measured, with the numbers that were fitted to."""
-    names = [f"measured {rank.device}" for rank in ranks]
+    names = [measured_name(rank.device) for rank in ranks]
     gpus = [{"device": name, "count": len(list(same))} for name, same in groupby(names)]
     host: dict[str, Any] = {"name": "host", "gpus": gpus}
     islands, transfers = ranks[0].islands, _medians(ranks)
@@ -90,21 +90,29 @@ def describe(ranks: Sequence[Measured]) -> dict[str, Any]:
 
 
 def _device(ranks: Sequence[Measured]) -> dict[str, Any]:
-    """Return a device of the YAML from the ranks with equal GPUs, each number their median."""
+    """Return a device of the YAML from the ranks with equal GPUs, each number their median.
+
+    What isn't measured is its preset's.
+    """
     preset = preset_of(ranks[0].device)
+    base = "cpu" if ranks[0].device == "cpu" else None if preset is None else preset.name
     fits = [fit_link([(1, nbytes, seconds) for nbytes, seconds in rank.moved]) for rank in ranks]
     bursts = [max(2.0 * m * k * n / seconds for m, k, n, seconds in rank.gemms) for rank in ranks]
+    gemms = [_without_operands(rank, bandwidth) for rank, (_, bandwidth) in zip(ranks, fits, strict=True)]
     numbers = {
         # The data sheet's; of a device without one here, the fastest GEMM.
-        "peak_flops": bursts if preset is None else [preset.peak_flops],
-        "gemm_flops": [_without_operands(rank, bandwidth) for rank, (_, bandwidth) in zip(ranks, fits, strict=True)],
+        "peak_flops": list(map(max, bursts, gemms)) if preset is None else [preset.peak_flops],
+        "gemm_flops": gemms,
         "attention_flops": [max(rank.attention.values()) for rank in ranks],
         "memory_bandwidth": [bandwidth for _, bandwidth in fits],
         "kernel_seconds": [latency for latency, _ in fits],
         "host_seconds": [rank.host for rank in ranks],
     }
+    if preset is not None and preset.fp8_flops:
+        numbers["fp8_flops"] = [preset.fp8_flops / preset.gemm_flops * gemm for gemm in gemms]
+    given: dict[str, Any] = {} if base is None else {"base": base}
     memory = min(rank.memory for rank in ranks)
-    return {"memory": memory, **{name: _rounded(median(values)) for name, values in numbers.items()}}
+    return {**given, "memory": memory, **{name: _rounded(median(values)) for name, values in numbers.items()}}
 
 
 def _without_operands(rank: Measured, bandwidth: float) -> float:

@@ -13,13 +13,13 @@ from rich.table import Column, Table
 
 from parallel3d.config import load
 from parallel3d.config.layout import Layout
-from parallel3d.costs.devices import compute_seconds, preset_of
+from parallel3d.costs.devices import compute_seconds, preset_devices, preset_of
 from parallel3d.costs.work import Work
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import RunRecord, kind_name
 from parallel3d.planner.calibrate.calibration import Calibration, PredictedRun, calibrate
 from parallel3d.planner.cluster.cluster import Cluster
-from parallel3d.planner.cluster.file import default_path, load_cluster
+from parallel3d.planner.cluster.file import default_path, load_cluster, measured_name
 from parallel3d.planner.network.links import Network
 from parallel3d.planner.predict.costs import StepPrediction
 from parallel3d.planner.predict.predict import Predictor
@@ -234,17 +234,15 @@ def cluster_of(record: RunRecord) -> Cluster:
 
     Raises ConfigError for a device that there is no preset of.
     """
-    wanted, count = "cpu", len(record.ranks)
-    if record.backend != "gloo":
-        preset = preset_of(record.device)
-        if preset is None:
-            raise ConfigError(f"there is no preset of {record.device!r}; measure it by p3d plan --measure")
-        wanted = preset.name
+    device, count = "cpu" if record.backend == "gloo" else record.device, len(record.ranks)
     if default_path().exists():
         measured = load_cluster(default_path())
-        if len(measured.gpus) >= count and {gpu.device.name for gpu in measured.gpus} == {wanted}:
+        if len(measured.gpus) >= count and {gpu.device.name for gpu in measured.gpus} == {measured_name(device)}:
             return measured
-    return load_cluster(f"{count}x{wanted}")
+    preset = preset_devices().device("cpu") if device == "cpu" else preset_of(device)
+    if preset is None:
+        raise ConfigError(f"there is no preset of {device!r}; measure it by p3d plan --measure")
+    return load_cluster(f"{count}x{preset.name}")
 
 
 def compare_run(record: RunRecord, model: PlannedModel, earlier: Sequence[RunRecord] = ()) -> Comparison:

@@ -91,6 +91,11 @@ def default_path() -> Path:
         ) from None
 
 
+def measured_name(device: str) -> str:
+    """Return the name that a measured host's file gives a device. device: CUDA's name for it, or "cpu"."""
+    return f"measured {device}"
+
+
 def load_cluster(given: str | Path | Mapping[str, Any]) -> Cluster:
     """Return the cluster that a YAML file, a mapping with the same keys, or a short form describes.
 

@@ -231,7 +231,7 @@ def profile_of(model: PlannedModel, cluster: Cluster, config: Config) -> ModelPr
 
 def on_cpus(cluster: Cluster) -> bool:
     """Whether the cluster's devices are processes on CPUs."""
-    return all(gpu.device.name == "cpu" for gpu in cluster.gpus)
+    return all(gpu.device.preset == "cpu" for gpu in cluster.gpus)
 
 
 def rank_map(cluster: Cluster, step: StepPrediction) -> tuple[RankPlace, ...]:

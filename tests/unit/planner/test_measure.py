@@ -7,12 +7,15 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from records import make_record
 
 from parallel3d.costs.devices import preset_of
 from parallel3d.errors import ConfigError
 from parallel3d.planner.calibrate.measure import describe, fit_link, measure_cluster
 from parallel3d.planner.calibrate.measure_worker import Measured, Transfer, islands_of
+from parallel3d.planner.calibrate.runs import cluster_of
 from parallel3d.planner.cluster.file import default_path, load_cluster
+from parallel3d.planner.search.plan import on_cpus
 
 SIZES = [2**k for k in range(14, 30, 2)]
 
@@ -122,6 +125,32 @@ def test_a_machine_of_one_island_comes_out_as_it_is():
     for *_, link in cluster.graph.edges(data=True):
         expected = {"bandwidth": 300e9, "message_bandwidth": 130e9, "latency": 2.5e-6}
         assert link == {"kind": "nvlink", **{name: pytest.approx(value, rel=1e-3) for name, value in expected.items()}}
+
+
+def test_what_is_not_measured_of_a_device_is_its_presets():
+    """Products in fp8, which aren't measured either, are as many times those in bf16 as the preset's."""
+    (device,), preset = {gpu.device for gpu in loaded([measured()] * 4).gpus}, preset_of("NVIDIA H200")
+    rates = ("host_bandwidth", "host_memory", "host_memory_bandwidth", "disk_bandwidth")
+    assert [getattr(device, rate) for rate in rates] == [getattr(preset, rate) for rate in rates]
+    assert device.preset == "H200"
+    assert device.fp8_flops / device.gemm_flops == pytest.approx(preset.fp8_flops / preset.gemm_flops, rel=1e-3)
+
+
+def test_a_measured_cpu_is_no_gpu():
+    """Nor is its peak below what its matrix products sustain, or a step's MFU could be more than 1."""
+    slow = ((512, 512, 1024, 2 * 512 * 512 * 1024 / 30e9),)
+    cluster = loaded([measured(device="cpu", sustained=60e9, gemms=slow, islands=((0,), (1,)), host=0.0)] * 2)
+    assert on_cpus(cluster)
+    assert all(gpu.device.peak_flops >= gpu.device.gemm_flops for gpu in cluster.gpus)
+
+
+@pytest.mark.parametrize("device", ["NVIDIA H200", "Unheard Of"])
+def test_runs_on_the_measured_host_are_predicted_by_its_numbers(device, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    default_path().parent.mkdir()
+    default_path().write_text(yaml.safe_dump(describe([measured(device=device)] * 4)))
+    assert cluster_of(make_record(device=device)).name == f"this host, 4 x {device}"
+    assert cluster_of(make_record(device="NVIDIA A100-SXM4-80GB")).name == "2xA100"
 
 
 def test_bridged_pairs_and_two_kinds_of_gpu():
