@@ -112,7 +112,11 @@ def _offload(planner: Planner, result: PlanResult, console: Console) -> tuple[Pl
         tried.append(config)
         # Without ZeRO-3 weights aren't offloaded, and that is planned already.
         fixed = parse_layout("zero3") if "offload_param" in sections else None
-        other = Planner(replace(question, model=replace(question.model, config=config), fixed=fixed), planner)
+        try:
+            other = Planner(replace(question, model=replace(question.model, config=config), fixed=fixed), planner)
+        except ConfigError as error:  # such as of an optimizer whose state can't be offloaded
+            print(f"With {name}: {error}")
+            return planner, result
         if (found := other.answer()).best:
             print(f"With {name}:")
             show(found, console)

@@ -299,7 +299,8 @@ def is_elementwise_state(key: str, shape: Sequence[int], of_parameter: Sequence[
 
 def moments_of(optimizer: torch.optim.Optimizer) -> int | None:
     """Return how many elements of state an optimizer keeps per element, at most; None if that isn't known."""
-    known = MOMENTS.get(type(optimizer).__name__)
+    # Adafactor keeps sums over rows and columns, which are next to nothing, and Muon its momentum alone.
+    known = {**MOMENTS, "Adafactor": 0, "Muon": 0}.get(type(optimizer).__name__)
     settings = (optimizer.defaults, *optimizer.param_groups)
     more = sum(any(each.get(key) for each in settings) for key in ("amsgrad", "centered", "momentum"))
     return None if known is None else known + more

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # Other classes declare it by a class attribute `elementwise = True`.
 _ELEMENTWISE = tuple(getattr(torch.optim, name) for name in MOMENTS if hasattr(torch.optim, name))
 # Optimizers that use norms of tensors, sums over rows and columns, or products of matrices, which differ for a shard.
-_WHOLE_TENSOR = (torch.optim.Adafactor, torch.optim.Muon)
+WHOLE_TENSOR = (torch.optim.Adafactor, torch.optim.Muon)
 # Optimizers whose fused kernels divide the gradients and read a flag (torch's protocol with its GradScaler). Not SGD: when
 # its first step is skipped, the momentum is never initialized.
 _SCALING = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
@@ -282,7 +282,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, partitioned: bool, allow_u
     if not partitioned or is_elementwise(optimizer):
         return
     known = ", ".join(cls.__name__ for cls in _ELEMENTWISE)
-    if isinstance(optimizer, _WHOLE_TENSOR):
+    if isinstance(optimizer, WHOLE_TENSOR):
         raise ConfigError(
             f"optimizer {name} works on whole tensors, but a rank has only shards of them; use zero_optimization.stage 0, or "
             f"Lion or one of {known}"

@@ -16,6 +16,7 @@ from parallel3d.costs.forked import ForkedCalls
 from parallel3d.costs.model_traces import Slicing
 from parallel3d.costs.profilers import LayerCost
 from parallel3d.errors import ConfigError
+from parallel3d.optim.optimizers import empty_optimizer
 from parallel3d.planner import rare_collections
 from parallel3d.planner.calibrate.calibration import Calibration
 from parallel3d.planner.cluster.cluster import Cluster
@@ -33,11 +34,13 @@ from parallel3d.planner.search.space import POLICIES, Space, enumerate_space
 from parallel3d.planner.search.splits import split_carefully
 from parallel3d.planner.search.traffic import link_loads, traffic_of
 from parallel3d.specs import Layer, layer_name
+from parallel3d.zero.optimizer import WHOLE_TENSOR, check_optimizer
 
 # Candidates within this ratio of the shortest step, at most MOST_NEAR, are placed and split with more care.
 _NEAR = 1.02
 _MIXED = 3  # candidates that get policies by layer
 _MOST_SAMPLES, _MOST_LAYERS = 10**8, 1_100  # the time of a plan grows by the square of the layers
+_ON_DEVICE = ("none", None)  # values of `device` with which nothing is offloaded
 _MOST_SEARCHED = 32  # chunks of all stages that are split with more care
 
 
@@ -100,8 +103,18 @@ class Planner:
         layers, halves = len(question.model.layers), len(self._halves())
         if layers > _MOST_LAYERS:
             raise ConfigError(f"{question.model.name} has {layers} layers; plan for a model of {_MOST_LAYERS} or fewer")
-        offloads = config.zero_optimization.offload_param.device not in ("none", None)
+        zero, given = config.zero_optimization, config.optimizer
+        offloads = zero.offload_param.device not in _ON_DEVICE
         space = enumerate_space(count, batch, layers, halves, tensor_ranks, fixed, offloads)
+        optimizer = None if given is None else empty_optimizer(given.type, given.params)
+        if isinstance(optimizer, WHOLE_TENSOR):
+            if (
+                offloads
+                or zero.offload_optimizer.device not in _ON_DEVICE
+                or (fixed is not None and fixed.decided("zero"))
+            ):
+                check_optimizer(optimizer, partitioned=True)  # as the engine refuses it
+            space = space.where(space.zero == 0)
         if len(space):
             return space
         if fixed is not None and len(enumerate_space(count, batch, layers, halves, tensor_ranks)):

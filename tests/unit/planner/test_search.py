@@ -12,7 +12,7 @@ import pytest
 from planner_clusters import with_quick_hosts
 
 from parallel3d.config import load
-from parallel3d.config.layout import parse_layout
+from parallel3d.config.layout import Layout, parse_layout
 from parallel3d.errors import ConfigError
 from parallel3d.models import DecoderConfig, decoder
 from parallel3d.planner.calibrate.calibration import Calibration, Factor
@@ -368,6 +368,25 @@ def test_what_fits_but_roughly_is_not_called_fitting(monkeypatch: pytest.MonkeyP
 def test_impossible_questions_get_an_error(count: int, batch: int, fixed: str | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         answer(hosts(count), batch, fixed=None if fixed is None else parse_layout(fixed))
+
+
+@pytest.mark.parametrize(("name", "moments"), [("Adafactor", 0), ("Muon", 1)])
+def test_optimizers_of_whole_tensors_are_planned_without_shards(name: str, moments: int) -> None:
+    """As the engine refuses shards for them; and with the state that they keep, not Adam's."""
+    config = {"optimizer": {"type": name, "params": {"lr": 1e-3}}}
+    question = Question(load_model("gpt2", 128, config), load_cluster("4xH100"), 16)
+    planner = Planner(question)
+    assert not planner.space.zero.any()
+    (memory,) = planner.predictor.predict(Layout(replicas=4, micro_batches=4)).memory
+    assert memory.parts.get("optimizer", 0) == moments * memory.parts["masters"]
+    offloaded = {**config, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    sharded = [
+        replace(question, fixed=parse_layout("zero2")),
+        replace(question, model=load_model("gpt2", 128, offloaded)),
+    ]
+    for refused in sharded:
+        with pytest.raises(ConfigError, match=f"{name} works on whole tensors"):
+            Planner(refused)
 
 
 def test_unknown_models_are_told_the_nearest() -> None:
