@@ -98,6 +98,10 @@ class _Recomputable:
         return sorted(recomputed.difference(outputs))
 
 
+# Fields of Work -> the field of what is in float32 or wider.
+_FP32_FIELDS = {"gemm_flops": "fp32_gemm_flops", "attention_flops": "fp32_attention_flops"}
+
+
 class OperatorCounter(TorchDispatchMode):
     """Counts the work of the operators that run inside it, and the bytes of storages that they made and that are alive.
 
@@ -156,6 +160,8 @@ class OperatorCounter(TorchDispatchMode):
             if not joins:
                 self._end_kernel()
                 self._counts[field] += number
+                if field in _FP32_FIELDS and all(tensor.dtype.itemsize >= 4 for tensor in read):
+                    self._counts[_FP32_FIELDS[field]] += number
                 self._counts["kernels"] += 1
             if self._fuses:
                 self._recomputable.read([t.untyped_storage() for t in read], self._pending)

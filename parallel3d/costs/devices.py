@@ -24,6 +24,7 @@ class Device(Described):
     - gemm_flops: FLOP/s of matrix products, as sustained in training, without the time that their operands and results take at
       memory_bandwidth; small or narrow products are slower by that.
     - fp8_flops: the same of products in fp8; 0 for as many as gemm_flops.
+    - fp32_flops: the same of products and attention in float32, without TF32 as is PyTorch's default; 0 for as many as in bf16.
     - attention_flops: FLOP/s of fused attention. Only the products that a causal kernel computes count, recomputation included.
     - memory_bandwidth: bytes a second, read and written, in an addition of long tensors.
     - kernel_seconds: further seconds of any kernel.
@@ -42,6 +43,7 @@ class Device(Described):
     peak_flops: Flops
     gemm_flops: Flops
     fp8_flops: Flops = 0.0
+    fp32_flops: Flops = 0.0
     attention_flops: Flops
     memory_bandwidth: Bandwidth
     kernel_seconds: Seconds
@@ -158,9 +160,11 @@ def compute_seconds(work: Work, device: Device, samples: int = 1) -> float:
     samples: predict this many samples from the work of one, approximately: what grows with them is multiplied.
     """
     growing = (
-        work.gemm_flops / device.gemm_flops
+        (work.gemm_flops - work.fp32_gemm_flops) / device.gemm_flops
+        + work.fp32_gemm_flops / (device.fp32_flops or device.gemm_flops)
         + work.fp8_flops / (device.fp8_flops or device.gemm_flops)
-        + work.attention_flops / device.attention_flops
+        + (work.attention_flops - work.fp32_attention_flops) / device.attention_flops
+        + work.fp32_attention_flops / (device.fp32_flops or device.attention_flops)
         + work.operands / device.memory_bandwidth
         + work.moved / (_OF_BANDWIDTH * device.memory_bandwidth)
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from operator import add, attrgetter, sub
 from typing import Any, Literal
 
@@ -29,7 +29,8 @@ class Collective:
 class Work:
     """Work of a device, and of the host that feeds it.
 
-    - gemm_flops: FLOPs of matrix products but those in fp8, which are fp8_flops; attention_flops: FLOPs of fused attention.
+    - gemm_flops: FLOPs of matrix products but those in fp8, which are fp8_flops; attention_flops: FLOPs of fused attention;
+      fp32_gemm_flops, fp32_attention_flops: those of them in float32 or wider, without tensor cores.
     - moved: bytes that all other kernels read and write.
     - kernels: number of kernel launches.
     - operands: bytes that matrix products read and write, without those of weights and their gradients.
@@ -46,6 +47,8 @@ class Work:
     weights: float = 0.0
     operators: float = 0.0
     fp8_flops: float = 0.0
+    fp32_gemm_flops: float = 0.0
+    fp32_attention_flops: float = 0.0
     exchanges: tuple[Exchange, ...] = ()
 
     def __add__(self, other: Work) -> Work:
@@ -72,9 +75,7 @@ class Work:
         return tuple(collective for exchange in self.exchanges for collective, _ in exchange)
 
 
-_NUMBERS = attrgetter(
-    "gemm_flops", "attention_flops", "moved", "kernels", "operands", "weights", "operators", "fp8_flops"
-)
+_NUMBERS = attrgetter(*(field.name for field in fields(Work) if field.name != "exchanges"))
 
 
 # Collectives in flight, from the start of the first one until the last of them is waited for: each collective, one after the

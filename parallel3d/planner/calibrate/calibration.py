@@ -136,6 +136,7 @@ class Calibration(StoredModel):
                 update={
                     "gemm_flops": device.gemm_flops / factors["gemm"],
                     "fp8_flops": device.fp8_flops / factors["gemm"],
+                    "fp32_flops": device.fp32_flops / factors["gemm"],
                     "attention_flops": device.attention_flops / factors["attention"],
                     "memory_bandwidth": device.memory_bandwidth / factors["element_wise"],
                     "kernel_seconds": device.kernel_seconds * factors["kernels"],

@@ -138,8 +138,8 @@ _WORK = {
 }
 # The fields of Work that each component of compute takes its time for. GEMMs' operands and results go over the memory too.
 _COMPONENT_WORK = {
-    "gemm": ["gemm_flops", "fp8_flops"],
-    "attention": ["attention_flops"],
+    "gemm": ["gemm_flops", "fp32_gemm_flops", "fp8_flops"],
+    "attention": ["attention_flops", "fp32_attention_flops"],
     "element_wise": ["moved", "operands", "weights"],
     "kernels": ["kernels"],
 }

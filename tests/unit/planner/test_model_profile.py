@@ -251,6 +251,30 @@ def test_the_products_of_experts_count_each_token_once():
     assert experts.forward.weights == 2 * 4 * 16 * 32
 
 
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.linear(x).unflatten(-1, (2, 32)).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("changes", [{}, BF16, {"torch_autocast": {"enabled": True, "dtype": "bf16"}}], ids=str)
+def test_products_in_float32_are_counted_as_such(changes: dict[str, Any]):
+    """Forward and backward: tensor cores don't compute them. Under autocast and in bf16 there are none."""
+    config = load({"train_micro_batch_size_per_gpu": 2, **changes})
+    (layer,) = ModelProfile([LayerSpec(Attends)], torch.zeros(2, 16, 64), None, None, config).layers(
+        Layout(micro_batch=2)
+    )
+    for work in (layer.forward, layer.backward):
+        assert work.gemm_flops > 0
+        assert work.attention_flops > 0
+        assert work.fp32_gemm_flops == (0 if changes else work.gemm_flops)
+        assert work.fp32_attention_flops == (0 if changes else work.attention_flops)
+
+
 class Communicates(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.ops._c10d_functional.all_reduce(x, "sum", "0")

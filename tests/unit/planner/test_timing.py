@@ -111,6 +111,9 @@ def test_operands_grow_with_samples_and_weights_do_not(samples: int):
 def test_products_take_their_operands_time_too():
     device = DEVICE.model_copy(update={"gemm_flops": 100.0, "memory_bandwidth": 10.0})
     assert compute_seconds(Work(gemm_flops=300.0, operands=5.0, weights=15.0), device) == pytest.approx(3 + 2)
+    slow = device.model_copy(update={"fp32_flops": 10.0})
+    assert compute_seconds(Work(gemm_flops=300.0, fp32_gemm_flops=100.0), slow) == pytest.approx(2 + 10)
+    assert compute_seconds(Work(attention_flops=50.0, fp32_attention_flops=50.0), slow) == pytest.approx(5)
 
 
 def test_times_of_whole_backwards_are_those_of_their_work():
