@@ -23,7 +23,7 @@ from parallel3d.costs.forked import ForkedCalls
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import find_run_records
 from parallel3d.planner.calibrate.calibration import Calibration, calibrate, read_calibration
-from parallel3d.planner.calibrate.runs import RunPredictor, compare, print_comparison
+from parallel3d.planner.calibrate.runs import RunPredictor, check_kind, compare, print_comparison
 from parallel3d.planner.cluster.cluster import Cluster
 from parallel3d.planner.cluster.file import default_path, load_cluster
 from parallel3d.planner.formats import duration, memory
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace, process: ForkedCalls | None) -> int:
     _check_output(options)
     model = load_model(options.model, options.seq, options.config)
     predictor = RunPredictor(model, cluster)
-    calibration = _calibration(options, predictor)
+    calibration = _calibration(options, cluster, predictor)
     if options.compare:
         for path, record in find_run_records(options.compare):
             print(path)
@@ -216,12 +216,14 @@ def _cluster(options: argparse.Namespace) -> Cluster | None:
     return load_cluster(source).with_reserve(options.reserve)
 
 
-def _calibration(options: argparse.Namespace, predictor: RunPredictor) -> Calibration:
+def _calibration(options: argparse.Namespace, cluster: Cluster, predictor: RunPredictor) -> Calibration:
     """Read the corrections, or fit them to runs and write them; none if neither is asked for."""
     if options.calibration is not None and options.calibrate:
         raise ConfigError("--calibrate makes the corrections that --calibration reads; give one of them")
     if options.calibration is not None:
-        return read_calibration(options.calibration)
+        found = read_calibration(options.calibration)
+        check_kind(found.device, found.backend, cluster)
+        return found
     if not options.calibrate:
         return Calibration()
     found = calibrate([record for _, record in find_run_records(options.calibrate)], predictor.parts)

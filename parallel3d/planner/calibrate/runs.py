@@ -194,6 +194,7 @@ class RunPredictor:
 
     def _predict_step(self, record: RunRecord, calibration: Calibration) -> tuple[Predictor, StepPrediction]:
         model, layout = self._model_of(record), Layout(**{name: getattr(record, name) for name in Layout.model_fields})
+        check_kind(record.device, record.backend, self._cluster)
         if layout.world_size > len(self._cluster.gpus):
             raise ConfigError(
                 f"the run {record.layout} had {layout.world_size} ranks, but {self._cluster.name} has "
@@ -229,6 +230,17 @@ class RunPredictor:
         )
 
 
+def check_kind(device: str, backend: str, cluster: Cluster) -> None:
+    """Raise ConfigError for what was measured on another kind of device than the cluster's, as far as both are known."""
+    known = preset_devices().device("cpu") if backend == "gloo" else preset_of(device)
+    presets = {gpu.device.preset for gpu in cluster.gpus}
+    if known is not None and "" not in presets and known.name not in presets:
+        raise ConfigError(
+            f"measured on {device} with {backend}, but {cluster.name} has {', '.join(sorted(presets))}; give a cluster of "
+            f"{known.name} by --cluster, or what was measured on the cluster's kind of device"
+        )
+
+
 def cluster_of(record: RunRecord) -> Cluster:
     """Return the cluster that a run had: this host as it was measured, if it has enough of such devices, else by its preset.
 
@@ -239,7 +251,7 @@ def cluster_of(record: RunRecord) -> Cluster:
         measured = load_cluster(default_path())
         if len(measured.gpus) >= count and {gpu.device.name for gpu in measured.gpus} == {measured_name(device)}:
             return measured
-    preset = preset_devices().device("cpu") if device == "cpu" else preset_of(device)
+    preset = preset_devices().device("cpu") if record.backend == "gloo" else preset_of(device)
     if preset is None:
         raise ConfigError(f"there is no preset of {device!r}; measure it by p3d plan --measure")
     return load_cluster(f"{count}x{preset.name}")

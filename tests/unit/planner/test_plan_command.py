@@ -229,6 +229,16 @@ def test_runs_of_another_model_or_of_more_ranks_are_refused(target, tmp_path, ca
     assert "give the run's cluster" in capsys.readouterr().err
 
 
+def test_what_was_measured_on_other_devices_is_refused(target, tmp_path, capsys) -> None:
+    record(1.0, 0.05).write(tmp_path / "runs")
+    out, corrections = ["--out", str(tmp_path / "out")], str(tmp_path / "out" / "calibration.json")
+    common, runs = ["plan", "--model", target, "--global-batch", "8", *out], str(tmp_path / "runs")
+    assert main([*common, "--cluster", "2xH200", "--calibrate", runs]) == 0
+    for options in (["--calibrate", runs], ["--compare", runs], ["--calibration", corrections]):
+        assert main([*common, "--cluster", "2xA100", *options]) == 2
+        assert "measured on NVIDIA H200 with nccl, but 2xA100 has A100" in capsys.readouterr().err
+
+
 def test_without_a_home_there_is_an_error_with_the_remedy(monkeypatch, capsys) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
