@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +222,10 @@ def _add_trace(commands: Any) -> None:
 
 def _share(text: str) -> float:
     """Parse "5%" or "0.05"."""
-    return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    try:
+        return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is no share: give a number such as 0.05, or 5%") from None
 
 
 def _add_kernels(commands: Any) -> None:

@@ -52,25 +52,23 @@ def run(options: argparse.Namespace, process: ForkedCalls | None) -> int:
     console = Console()
     console = console if console.is_terminal else Console(width=140)
     cluster = _cluster(options)
-    if options.model is None:
-        if options.measure is None:
-            raise ConfigError(
-                f"give --model: a Hugging Face directory, script.py:FUNCTION or one of {', '.join(PRESETS)}"
-            )
+    if options.model is None and options.measure is not None:
         return 0
+    if options.model is None:
+        raise ConfigError(f"give --model: a Hugging Face directory, script.py:FUNCTION or one of {', '.join(PRESETS)}")
     if cluster is None:
         raise ConfigError('give --cluster, such as "8xH100" or a YAML file, or --measure for this host')
     _check_output(options)
     model = load_model(options.model, options.seq, options.config)
     predictor = RunPredictor(model, cluster)
+    if options.global_batch is None and not options.compare:
+        raise ConfigError("give --global-batch N, the samples of a step over all ranks")
     calibration = _calibration(options, cluster, predictor)
     if options.compare:
         for path, record in find_run_records(options.compare):
             print(path)
             print_comparison(compare(record, *predictor.predict(record, calibration)))
         return 0
-    if options.global_batch is None:
-        raise ConfigError("give --global-batch N, the samples of a step over all ranks")
     fixed = None if options.explain is None else parse_layout(options.explain)
     measured = None
     if options.measure is not None:
@@ -83,9 +81,11 @@ def run(options: argparse.Namespace, process: ForkedCalls | None) -> int:
     planner = Planner(question)
     if process is not None:
         prepare()
+    if fixed is not None:
+        Planner(replace(question, fixed=fixed), planner)  # raises now if there is no such layout
     result = planner.answer()
     show(result, console)
-    if not result.best:
+    if result.lacking:
         planner, result = _offload(planner, result, console)
     if result.best:
         _show_offload(result.best[0], cluster)
@@ -248,7 +248,12 @@ def show(result: PlanResult, console: Console) -> None:
         return
     table = _table(title, "layout", "s/step", "90% interval", "tokens/s", "MFU", "bubble", "links", "memory")
     for p in result.best:
-        seconds, interval, tokens = f"{p.seconds:.3f}", f"{p.low:.2f}-{p.high:.2f}", f"{p.tokens_per_second:,.0f}"
+        few, many = (".2f", ".3f") if p.low >= 1 else (".3g", ".4g")  # short steps by their first digits
+        seconds, interval, tokens = (
+            f"{p.seconds:{many}}",
+            f"{p.low:{few}}-{p.high:{few}}",
+            f"{p.tokens_per_second:,.0f}",
+        )
         links, peak = duration(p.exposed_communication), memory(p.peak)
         table.add_row(p.layout, seconds, interval, tokens, f"{p.mfu:.1%}", f"{p.bubble:.1%}", links, peak)
     console.print(table)

@@ -28,4 +28,4 @@ def _in_unit(number: float, units: Sequence[tuple[float, str]]) -> str:
     size, unit = unit_of(number, units)
     value = number / size
     digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
-    return f"{value:.{digits}f} {unit}" if value else f"0 {unit}"
+    return f"{value:.{digits}f} {unit}" if round(value, digits) else f"0 {unit}"

@@ -118,7 +118,8 @@ def what_would_fit(search: BranchAndBound) -> tuple[str, int]:
         ), needed - capacity
     possible = np.flatnonzero(np.isfinite(search.bounds.seconds))
     if not len(possible):
-        return "nothing can be built: " + "; ".join(search.bounds.why_not_sharded.values()), 0
+        reasons = "; ".join(search.bounds.why_not_sharded.values())
+        return f"nothing can be built on {have} GPUs: {reasons}; or give another number of GPUs, or --global-batch", 0
     text, needed, capacity = _at_least(search, int(possible[search.least_shares[possible].argmin()]))
     return (
         f"nothing fits: {text}, however they are spread over {have} GPUs. The smallest change: about "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -227,6 +228,37 @@ def test_runs_of_another_model_or_of_more_ranks_are_refused(target, tmp_path, ca
     assert "give the run's model" in capsys.readouterr().err
     assert main([*common, "--model", target, "--cluster", "1xH200"]) == 2
     assert "give the run's cluster" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [["--explain", "pp3"], ["--reserve", "a bit"]])
+def test_what_cannot_be_is_told_before_the_search(options, tmp_path, capsys) -> None:
+    command = ["plan", "--model", "gpt2", "--cluster", "4xH200", "--global-batch", "16", "--out", str(tmp_path / "out")]
+    with suppress(SystemExit):
+        assert main([*command, *options]) == 2
+    printed = capsys.readouterr()
+    assert "layouts" not in printed.out
+    assert (
+        "'pp3'; leave some of it open" in printed.err
+        or "'a bit' is no share: give a number such as 0.05" in printed.err
+    )
+
+
+def test_what_cannot_be_built_is_not_offloaded(tmp_path, capsys) -> None:
+    """Of 101 GPUs neither replicas, nor stages, nor tensor-parallel ranks of 32 heads make a layout: no memory would help."""
+    command = ["plan", "--model", "7b", "--cluster", "101xH200", "--global-batch", "64", "--out", str(tmp_path)]
+    assert main(command) == 1
+    printed = capsys.readouterr().out
+    assert "can't be split over 101 ranks" in printed
+    assert "give another number of GPUs, or --global-batch" in printed
+    assert "With optimizer state" not in printed
+
+
+def test_short_steps_have_digits_that_tell_them_apart(target, tmp_path, capsys) -> None:
+    assert main(["plan", "--model", target, "--cluster", "4xH200", "--global-batch", "16", "--out", str(tmp_path)]) == 0
+    best = PlanResult.model_validate_json((tmp_path / "plan.json").read_text()).best[0]
+    assert best.low < 0.1
+    assert f" {best.seconds:.4g} " in (printed := capsys.readouterr().out)
+    assert f" {best.low:.3g}-{best.high:.3g} " in printed
 
 
 def test_what_was_measured_on_other_devices_is_refused(target, tmp_path, capsys) -> None:
