@@ -74,6 +74,12 @@ class Planner:
     def __init__(self, question: Question, like: Planner | None = None):
         self.question, model, cluster = question, question.model, question.cluster
         config = load(configuration(Layout(zero=3), model.config))  # with all keys that may count
+        kinds = {gpu.device for gpu in cluster.gpus}
+        lacking = sorted(d.name for d in kinds if d.preset not in ("", "cpu") and not d.fp8_flops)
+        if config.fp8.enabled and lacking:
+            raise ConfigError(
+                f"fp8.enabled: {', '.join(lacking)} can't compute in fp8; drop it, or give H100s or later GPUs"
+            )
         self.space = self._space(config)
         known = None if like is None else like.profile.with_zero(config)
         self.profile: ModelProfile = known or profile_of(model, cluster, config)

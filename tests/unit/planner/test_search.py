@@ -389,6 +389,15 @@ def test_optimizers_of_whole_tensors_are_planned_without_shards(name: str, momen
             Planner(refused)
 
 
+def test_fp8_is_refused_for_devices_without_it() -> None:
+    """As training refuses it; on CPUs it is emulated."""
+    model = load_model("gpt2", 128, {"fp8": {"enabled": True}})
+    for cluster in ("4xH100", "4xcpu"):
+        assert Planner(Question(model, load_cluster(cluster), 16)).space
+    with pytest.raises(ConfigError, match=r"fp8\.enabled: A100 can't compute in fp8"):
+        Planner(Question(model, load_cluster("4xA100"), 16))
+
+
 def test_unknown_models_are_told_the_nearest() -> None:
     with pytest.raises(ConfigError, match="llama3-8b"):
         load_model("llama-8b")
