@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 _ATTENTION = "_scaled_dot_product_"
@@ -51,6 +51,16 @@ def cost_of(
             flop_registry[packet](*args, **kwargs, out_val=out)
         )
     return "moved", _bytes_moved(func, name, read, written)
+
+
+def step_flops(forward: float, parameters: Iterable[nn.Parameter]) -> float:
+    """Return the FLOPs of a step whose forwards took these. parameters: of the layers; of them some may be frozen.
+
+    A backward has each product of the forward once more for the gradient of an activation, and again for that of a weight.
+    """
+    matrices = [parameter for parameter in parameters if parameter.dim() > 1]
+    frozen = sum(parameter.numel() for parameter in matrices if not parameter.requires_grad)
+    return forward * (3 - frozen / max(1, sum(parameter.numel() for parameter in matrices)))
 
 
 def _attention_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel3d.costs.devices import preset_of
@@ -35,16 +33,6 @@ class ForwardFlops(TorchDispatchMode):
         kind, number = cost_of(function, args, kwargs or {}, (), (), out)
         self.total += number if kind != "moved" else 0.0
         return out
-
-
-def of_step(forward: float, parameters: Iterable[nn.Parameter]) -> float:
-    """Return the FLOPs of a step whose forwards took these. parameters: this rank's, of which some may be frozen.
-
-    A backward has each product of the forward once more for the gradient of an activation, and again for that of a weight.
-    """
-    matrices = [parameter for parameter in parameters if parameter.dim() > 1]
-    frozen = sum(parameter.numel() for parameter in matrices if not parameter.requires_grad)
-    return forward * (3 - frozen / max(1, sum(parameter.numel() for parameter in matrices)))
 
 
 def peak_of(device: torch.device) -> float | None:

@@ -26,8 +26,9 @@ from parallel3d.comm.collectives import all_gather_object
 from parallel3d.config import SELECTIVE, Config, leaves_open
 from parallel3d.config.layout import Layout
 from parallel3d.config.section import dumped
+from parallel3d.costs.operators import step_flops
 from parallel3d.engine.calls import StepProgress
-from parallel3d.engine.flops import ForwardFlops, of_step
+from parallel3d.engine.flops import ForwardFlops
 from parallel3d.engine.update import WeightUpdate
 from parallel3d.errors import ConfigError
 from parallel3d.logs import logger
@@ -214,7 +215,7 @@ class Reports:
             return {**parts, **momentum, "skipped": str(update.skipped_steps)}
 
         counter, self._flops = self._flops, None
-        flops = None if counter is None else of_step(counter.total, self._model.parameters())
+        flops = None if counter is None else step_flops(counter.total, self._model.parameters())
         self.monitor.finish(steps, progress.global_samples, describe, flops)
         if self.monitor.prints(steps):
             if self._config.memory_breakdown:

@@ -14,6 +14,7 @@ from parallel3d.config import SELECTIVE, Config, SelectivePolicy, load
 from parallel3d.config.layout import Layout, PartialLayout, configuration, given_section
 from parallel3d.costs.forked import ForkedCalls
 from parallel3d.costs.model_traces import Slicing
+from parallel3d.costs.operators import step_flops
 from parallel3d.costs.profilers import LayerCost
 from parallel3d.errors import ConfigError
 from parallel3d.optim.optimizers import empty_optimizer
@@ -283,8 +284,9 @@ def prediction_of(predictor: Predictor, step: StepPrediction) -> Prediction:
     gpus, samples = predictor.network.cluster.gpus, layout.micro_batch * layout.micro_batches * layout.replicas
     low, high = predictor.calibration.interval(seconds)
     peak, parts = sum(gpus[place].device.peak_flops for place in step.split.links.ranks.ravel()), step.breakdown()
-    # A backward is twice a forward, whatever attention recomputes.
-    flops = 3 * samples * sum(layer.forward.flops for layer in predictor.profile(layout.units).layers())
+    layers = predictor.profile(layout.units).layers()
+    parameters = [parameter for layer in layers for _, parameter in (*layer.parameters, *layer.frozen)]
+    flops = samples * step_flops(sum(layer.forward.flops for layer in layers), parameters)
     return Prediction(
         **dict(layout),
         layout=layout.text,

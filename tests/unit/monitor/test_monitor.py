@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import parallel3d
-from parallel3d.engine.flops import of_step
+from parallel3d.costs.operators import step_flops
 from parallel3d.monitor import progress, steps
 
 SAMPLES, TOKENS, WORDS, WIDTH, PEAK = 2, 8, 16, 4, 1e9
@@ -44,8 +44,8 @@ def test_a_steps_line_has_tokens_and_mfu(capsys: pytest.CaptureFixture[str], com
 
 def test_frozen_weights_get_no_gradients_that_count():
     frozen, trained = nn.Linear(WIDTH, 3 * WIDTH).requires_grad_(False), nn.Linear(WIDTH, WIDTH)
-    assert of_step(8.0, [*frozen.parameters(), *trained.parameters()]) == 3 * 8 - 8 * 3 / 4
-    assert of_step(8.0, trained.parameters()) == of_step(8.0, []) == 24
+    assert step_flops(8.0, [*frozen.parameters(), *trained.parameters()]) == 3 * 8 - 8 * 3 / 4
+    assert step_flops(8.0, trained.parameters()) == step_flops(8.0, []) == 24
 
 
 def test_evaluations_and_saves_between_steps_do_not_slow_the_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

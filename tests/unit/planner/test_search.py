@@ -9,7 +9,9 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 from planner_clusters import with_quick_hosts
+from torch import nn
 
 from parallel3d.config import load
 from parallel3d.config.layout import Layout, parse_layout
@@ -28,6 +30,7 @@ from parallel3d.planner.search.search import BranchAndBound, evaluate, out_of_me
 from parallel3d.planner.search.space import VARIANTS, Space, enumerate_space
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.memory import ChunkBytes, bytes_in_flight
+from parallel3d.specs import LayerSpec
 
 GPU = {"device": "H200", "count": 4}
 
@@ -396,6 +399,25 @@ def test_fp8_is_refused_for_devices_without_it() -> None:
         assert Planner(Question(model, load_cluster(cluster), 16)).space
     with pytest.raises(ConfigError, match=r"fp8\.enabled: A100 can't compute in fp8"):
         Planner(Question(model, load_cluster("4xA100"), 16))
+
+
+class FrozenLinear(nn.Linear):
+    def __init__(self, size: int) -> None:
+        super().__init__(size, size, bias=False)
+        self.requires_grad_(False)
+
+
+def test_a_frozen_weight_has_no_gradient_that_counts_for_the_mfu() -> None:
+    """As in the MFU that a training measures: of six products of two linears, the gradient of one weight isn't computed."""
+    size, samples = 64, 4
+    layers = [LayerSpec(nn.Linear, size, size, bias=False), LayerSpec(FrozenLinear, size)]
+    model = PlannedModel("frozen", layers, squared, lambda n: (torch.zeros(n, size), torch.zeros(n, size)), 1, DEFAULTS)
+    best = Planner(Question(model, load_cluster("1xH100"), samples)).answer().best[0]
+    assert best.mfu * best.seconds * 989.4e12 == pytest.approx(5 * 2 * samples * size**2)
+
+
+def squared(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return (outputs.float() - labels).pow(2).mean()
 
 
 def test_unknown_models_are_told_the_nearest() -> None:
