@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence, Set
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +76,9 @@ class ShardedOptimizer:
         held = {master for group in optimizer.param_groups for master in group["params"]}  # of frozen ones is no master
         for parameter in optimizer.state.keys() - held:
             del optimizer.state[parameter]
-        vars(optimizer)["add_param_group"] = self._add_param_group
+        add = WeakMethod(self._add_param_group)  # so that who keeps the optimizer doesn't keep the engine
+        plain = partial(type(optimizer).add_param_group, optimizer)
+        vars(optimizer)["add_param_group"] = lambda group: (add() or plain)(group)
         self._fused = open_kernel(self.buckets) if open_kernel is not None else None
         offloaded = [bucket for bucket in self.buckets if bucket.is_offloaded]
         self.offloaded = OffloadedState(optimizer, offloaded, storage) if storage is not None and offloaded else None
