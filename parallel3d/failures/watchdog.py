@@ -148,12 +148,18 @@ class Watchdog:
     def _is_late(self) -> bool:
         """Return whether this rank has waited for so long that some rank must be late, unless that one is untimed."""
         now, limit = time.monotonic(), self._limits.of(is_in_first_step(self._activity.slots))
-        seen = (bytes(self._activity.slots), self._activity.wait)
-        if seen != self._seen:
-            self._seen, self._since = seen, now
+        if self._has_moved():
+            self._seen, self._since = self._now(), now
         if now < max(self._since + limit, self._not_before):
             return False
         return self._activity.wait is not None or self._device_is_busy()
+
+    def _now(self) -> tuple[bytes, object]:
+        return bytes(self._activity.slots), self._activity.wait
+
+    def _has_moved(self) -> bool:
+        """Return whether the main thread has gone on since it was last asked whether it is late."""
+        return self._now() != self._seen
 
     def _settle(self, opened: bool) -> bool:
         """Report on the next incident, and act on its verdict. Returns whether the process is to end.
@@ -199,6 +205,8 @@ class Watchdog:
             reports[rank] = self._report_on(rank)
             board.post(incident, reports[rank])
         verdict, deadline = judge(reports, limits), time.monotonic() + windows.spread
+        if verdict is not None and verdict.kind is Kind.LEFT and self._failure is None and self._has_moved():
+            verdict = None  # the rank's script is over, but so is the wait for it
         while verdict is not None and verdict.kind is Kind.ENDED and time.monotonic() < deadline:
             time.sleep(windows.poll)  # the others may be about to be asked to end too
             self._amend(incident)

@@ -204,6 +204,21 @@ def test_a_rank_that_may_take_its_time_is_not_late(
         assert (job.codes, job.verdicts()) == ({}, {})
 
 
+def test_a_rank_that_ends_after_the_wait_for_it_is_not_named(job: Job) -> None:
+    """It took its time, but then all ranks have gone on, and it is through before it could report."""
+    board = Board(job.store, "run", 2, SIZE, WINDOWS)
+    with ExitStack() as waits:
+        for rank in (0, 1, 3):
+            waits.enter_context(Waiting(job.activities[rank], "a message of rank 2", (2,)))
+        job.watch(0, 1, 3)
+        deadline = time.monotonic() + 20
+        while board.reports(0).keys() != {0, 1, 3} and time.monotonic() < deadline:
+            time.sleep(0.01)
+    board.leave(None)
+    assert board.settled(0, 20) == (None,)
+    assert (job.codes, job.verdicts()) == ({}, {})
+
+
 def test_a_save_on_one_rank_alone_is_explained_by_that_rank(job: Job) -> None:
     """The others are in user code and wait for nobody."""
     Waiting(job.activities[0], "save_checkpoint", (0, 1, 2, 3)).__enter__()
