@@ -14,11 +14,11 @@ from pydantic import BaseModel, ConfigDict
 from parallel3d.errors import ScheduleError
 from parallel3d.schedule.builders import build, from_lists
 from parallel3d.schedule.instructions import SEND_OPS, Instruction, Op, Program, chunks_by_rank
-from parallel3d.schedule.list_clock import SPLIT_OPS, ListClock, Traffic
+from parallel3d.schedule.list_clock import SPLIT_OPS, ListClock
 from parallel3d.schedule.order import validate
 from parallel3d.schedule.search import Memory, search
 from parallel3d.schedule.timing import Cost, decoder_cost, simulate
-from parallel3d.schedule.traffic import fuse_backwards, hide_reductions, whole_backwards
+from parallel3d.schedule.traffic import Traffic, fuse_backwards, orders_that_hide_reductions, whole_backwards
 
 
 class Measured(Memory, Traffic):
@@ -198,7 +198,7 @@ def shortest_program(
     if not found:
         return None
     clock = ListClock(found[0], measured.cost)
-    return min(((max(clock.ends(clock.lists(p))[0]), p) for p in found), key=itemgetter(0))
+    return min(((clock.makespan(clock.lists(p)), p) for p in found), key=itemgetter(0))
 
 
 def _is_shorter(makespan: float, other: float) -> bool:
@@ -207,20 +207,11 @@ def _is_shorter(makespan: float, other: float) -> bool:
 
 def _hiding(program: Program, measured: Measured) -> tuple[Program, float]:
     """Move weight gradients to where they hide reductions, within memory; return the program and its makespan with traffic."""
-
-    def exactly(order: Program) -> float:
-        return simulate(measured.with_traffic(order), measured.cost).makespan
-
-    if not measured.has_reductions:
-        return program, exactly(program)
     limit = list(map(max, most_held(program, measured), measured.limit))
-
-    def fits(rank: int, instructions: Sequence[Instruction]) -> bool:
-        return _peak(instructions, measured) <= limit[rank]
-
-    order = hide_reductions(program, measured.cost, measured, fits)
-    # In this simulation transfers wait for one another too.
-    return min(((p, exactly(p)) for p in (order, program)), key=itemgetter(1))
+    orders = dict.fromkeys((program, *(orders_that_hide_reductions(program) if measured.has_reductions else ())))
+    fitting = (order for order in orders if all(map(le, most_held(order, measured), limit)))
+    timed = ((order, simulate(measured.with_traffic(order), measured.cost).makespan) for order in fitting)
+    return min(timed, key=itemgetter(1))
 
 
 def _plan(name: str, program: Program, makespan: float, measured: Measured) -> Plan:

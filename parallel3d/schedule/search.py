@@ -116,8 +116,8 @@ def search(
         order = _ListSchedule(clocks[rule.slack], placement, rule, memory).run()
         makespans: list[float] = []  # relative to all work, so that equal times tie; then with slow transfers
         for clock in clocks.values():
-            free, _ = clock.ends([[clock.rows[n] for n in numbers] for numbers in order])
-            makespans.append(round(max(free) / work, 9))
+            makespan = clock.makespan([[clock.rows[n] for n in numbers] for numbers in order])
+            makespans.append(round(makespan / work, 9))
             if makespans > shortest[: len(makespans)]:
                 break
         if makespans < shortest:

@@ -1,4 +1,4 @@
-"""Weight gradients where they help: fused with the input gradient before them, or ordered so that compute hides reductions.
+"""Weight gradients where they help: fused with the input gradient before them, or ordered so that compute hides ZeRO's traffic.
 
 A whole backward overlaps a layer's communication with its weight gradients and frees its tensors at once. But the stage that
 waits for its input gradient then waits for the weight gradients too.
@@ -10,11 +10,15 @@ compute is left to overlap with; if they complete one after the other, all reduc
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import accumulate, chain, pairwise, permutations, product, takewhile
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import pairwise
+from math import ceil
 
-from parallel3d.schedule.instructions import Instruction, Op, Program
-from parallel3d.schedule.list_clock import ListClock, Row, Traffic
+from pydantic import BaseModel, ConfigDict
+
+from parallel3d.schedule.instructions import Instruction, Op, Program, chunks_by_rank
+from parallel3d.schedule.list_clock import ListClock
+from parallel3d.schedule.lowering import add_gradient_reduction, add_parameter_gather, with_communication
 from parallel3d.schedule.timing import Cost, simulate
 
 _MOST_TRIALS = 40
@@ -31,7 +35,7 @@ def fuse_backwards(program: Program, cost: Cost) -> Program:
     clock = ListClock(program, cost)
 
     def length(fused: Program) -> float:
-        return max(clock.ends(clock.lists(fused))[0])
+        return clock.makespan(clock.lists(fused))
 
     shortest = length(program)
     accepted: list[_Pair] = []
@@ -105,143 +109,89 @@ def whole_backwards(program: Program, micro_batches: Collection[int]) -> Program
     return program.with_instructions(lists)
 
 
-_ROUNDING = 1e-9  # relative
-# Number of instructions that a whole search times, in about a tenth of a second.
-_MOST_TIMED = 200_000
-_SHARES = (1.0, 0.5, 0.25)  # shares of a rank's weight gradients that are reordered: the last ones
-_MOST_PERMUTED = 3  # chunks whose permutations are tried; of more chunks only the rotations
+class Traffic(BaseModel):
+    """ZeRO's communication of each chunk, in any unit of time.
 
-Fits = Callable[[int, Sequence[Instruction]], bool]
-
-
-def hide_reductions(program: Program, cost: Cost, traffic: Traffic, fits: Fits) -> Program:
-    """Order the weight gradients of each rank so that the step and its reductions end the soonest.
-
-    program: compute instructions alone; fits: whether a rank has the memory for a list. The search first tries orders in which
-    a rank completes one chunk after the other. Then it moves single weight gradients, also into and out of whole backwards, as
-    long as the step gets shorter, or ranks end earlier in an equally long one. The number of trials is bounded. Weight
-    gradients of a chunk are interchangeable. Equal arguments give equal programs.
-    """
-    search = _Search(program, ListClock(program, cost, traffic=traffic), fits)
-    # In every order, the rank whose compute ends last still has a bucket to reduce then.
-    least = search.least + min(buckets[-1] if buckets else 0.0 for buckets in traffic.reductions)
-    for share, turn in product(_SHARES, (1, -1)):
-        search.accepts([next(_completing(rows, [_chunks(rows)[::turn]], share), rows) for rows in search.lists])
-    while max(search.ends) > least * (1 + _ROUNDING) and search.improve():
-        pass
-    return program.with_instructions([renamed(row.instruction for row in rows) for rows in search.lists])
-
-
-class _Search:
-    """Changes the order of weight gradients, rank by rank, as long as that helps.
-
-    lists: the best so far; ends: when each rank's compute and traffic end in them; least: the latest end of compute at first.
+    gather: time to all-gather each chunk's weights, before its first forward; empty for none.
+    reductions: for each chunk the times to reduce its gradient buckets, in the order in which a backward fills them, after
+        the last backward or, with reduces_every_micro_batch, after each one; empty for none.
     """
 
-    def __init__(self, program: Program, clock: ListClock, fits: Fits):
-        self._clock, self.lists, self._fits = clock, clock.lists(program), fits
-        self._left = max(1, _MOST_TIMED // max(1, sum(map(len, self.lists))))
-        compute, self.ends = clock.ends(self.lists)
-        self.least = max(compute)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
-    def improve(self) -> bool:
-        """Make the first change that helps, or the first two that do together. Returns whether there are any."""
-        for depth in (1, 2):
-            for lists in self._changed(self.lists, depth):
-                if self._left <= 0:
-                    return False
-                if self.accepts(lists):
-                    return True
-        return False
+    gather: tuple[float, ...] = ()
+    reductions: tuple[tuple[float, ...], ...] = ()
+    reduces_every_micro_batch: bool = False
 
-    def _changed(self, lists: list[list[Row]], depth: int) -> Iterator[list[list[Row]]]:
-        """Yield the lists with `depth` changes, beginning with the ranks that end last."""
-        if depth == 0:
-            yield lists
-            return
-        for rank in sorted(range(len(lists)), key=lambda rank: -self.ends[rank]):
-            for rows in _neighbours(lists[rank], self._clock):
-                yield from self._changed([*lists[:rank], rows, *lists[rank + 1 :]], depth - 1)
+    @property
+    def has_reductions(self) -> bool:
+        """Whether any reduction takes time."""
+        return any(map(any, self.reductions))
 
-    def accepts(self, lists: list[list[Row]]) -> bool:
-        """Keep these lists if they are better and fit. Returns whether they are kept."""
-        self._left -= 1
-        _, ends = self._clock.ends(lists)
-        now, before = max(ends), max(self.ends)
-        shorter = now < before * (1 - _ROUNDING)
-        if not shorter and (now > before * (1 + _ROUNDING) or sum(ends) >= sum(self.ends) * (1 - _ROUNDING)):
-            return False
-        for rank, (new, old) in enumerate(zip(lists, self.lists, strict=True)):
-            if new is not old and not self._fits(rank, [row.instruction for row in new]):
-                return False
-        self.lists, self.ends = lists, ends
-        return True
+    def with_traffic(self, program: Program) -> Program:
+        """Return the program with communication, and with the gathers and reductions that take time.
+
+        The passes run in the engine's order, so that no receive comes between a backward and its reductions.
+        """
+        program = with_communication(program)
+        if self.has_reductions:
+            program = add_gradient_reduction(program, list(map(len, self.reductions)), self.reduces_every_micro_batch)
+        return add_parameter_gather(program) if any(self.gather) else program
+
+    def busy(self, placement: Sequence[int], num_micro_batches: int) -> float:
+        """Return the longest time for which a rank gathers and reduces in a step."""
+        count = num_micro_batches if self.reduces_every_micro_batch else 1
+        gathers = self.gather or (0.0,) * len(placement)
+        reductions = self.reductions or ((),) * len(placement)
+        seconds = [gather + count * sum(buckets) for gather, buckets in zip(gathers, reductions, strict=True)]
+        return max(sum(seconds[c] for c in chunks) for chunks in chunks_by_rank(placement))
 
 
-def _chunks(rows: Iterable[Row]) -> list[int]:
-    """Return the chunks with separate weight gradients, in the order of their last input gradients."""
-    deferred = {row.instruction.chunk for row in rows if row.instruction.op is Op.BACKWARD_WEIGHT}
-    last = {row.instruction.chunk: k for k, row in enumerate(rows) if row.instruction.op is Op.BACKWARD_INPUT}
-    return sorted(deferred, key=last.__getitem__)
+_SHARES = (1.0, 0.5, 0.25)  # shares of a rank's weight gradients that are moved
 
 
-def _neighbours(rows: list[Row], clock: ListClock) -> Iterator[list[Row]]:
-    """Yield other orders of a rank's weight gradients: first those that complete one chunk after the other.
+def orders_that_hide_reductions(program: Program) -> Iterator[Program]:
+    """Yield orders of the weight gradients of all ranks in which compute may hide reductions, to be timed with these.
 
-    Then one weight gradient moves, the last ones first: alone, out of a whole backward, or into one.
+    program: compute instructions alone. In some orders the last weight gradients complete one chunk after the other, so that
+    only the last chunk's reductions are exposed; in the others the first ones follow their input gradients at once, which
+    helps where each micro-batch is reduced.
     """
-    chunks = _chunks(rows)
-    turned = [chunks[k:] + chunks[:k] for k in range(len(chunks))]
-    orders = list(permutations(chunks)) if len(chunks) <= _MOST_PERMUTED else turned + [t[::-1] for t in turned]
     for share in _SHARES:
-        yield from _completing(rows, orders, share)
-    for place in reversed(range(len(rows))):
-        op, chunk, m = rows[place].instruction[:3]
-        if op is Op.BACKWARD_INPUT:
-            later = range(place, len(rows))
-            half = next(k for k in later if rows[k].instruction[:2] == (Op.BACKWARD_WEIGHT, chunk))
-            yield [
-                *rows[:place],
-                clock.row(Instruction(Op.BACKWARD, chunk, m)),
-                *rows[place + 1 : half],
-                *rows[half + 1 :],
-            ]
-        elif op is Op.BACKWARD:
-            halves = [clock.row(Instruction(half, chunk, m)) for half in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)]
-            cut = [*rows[:place], *halves, *rows[place + 1 :]]
-            yield cut
-            yield from _moved(cut, place + 1, later_only=True)
-        elif op is Op.BACKWARD_WEIGHT:
-            yield from _moved(rows, place)
+        for turn in (1, -1):
+            yield program.with_instructions([_completing(rank, share, turn) for rank in program.instructions])
+        yield program.with_instructions([_hurried(rank, share) for rank in program.instructions])
 
 
-def _moved(rows: list[Row], place: int, later_only: bool = False) -> Iterator[list[Row]]:
-    """Yield lists in which the weight gradient at `place` is elsewhere after an input gradient of its chunk, nearest first."""
-    row = rows[place]
-    rest = [*rows[:place], *rows[place + 1 :]]
-    of_chunk = [r.instruction.op if r.instruction.chunk == row.completes else None for r in rest]
-    ready = list(accumulate(((op is Op.BACKWARD_INPUT) - (op is Op.BACKWARD_WEIGHT) for op in of_chunk), initial=0))
-    earlier = () if later_only else takewhile(lambda k: ready[k] >= 1, range(place - 1, -1, -1))
-    for k in chain(earlier, range(place + 1, len(rows))):
-        if of_chunk[k if k < place else k - 1] is not Op.BACKWARD_WEIGHT:  # these are interchangeable
-            yield [*rest[:k], row, *rest[k:]]
+def _completing(instructions: Sequence[Instruction], share: float, turn: int) -> list[Instruction]:
+    """Let a rank's last `share` of weight gradients be those of the first chunk that has one ready.
+
+    turn: 1 to take the chunks in the order of their last input gradients, -1 to take them in the reverse order.
+    """
+    last = {i.chunk: k for k, i in enumerate(instructions) if i.op is Op.BACKWARD_INPUT}
+    chunks = sorted(last, key=last.__getitem__)[::turn]
+    kept = int((1 - share) * sum(i.op is Op.BACKWARD_WEIGHT for i in instructions))
+    ready: Counter[int] = Counter()
+    out = []
+    for i in instructions:
+        if i.op is Op.BACKWARD_INPUT:
+            ready[i.chunk] += 1
+        elif i.op is Op.BACKWARD_WEIGHT:
+            chunk = i.chunk if kept > 0 else next(c for c in chunks if ready[c])
+            kept, i = kept - 1, i._replace(chunk=chunk)
+            ready[chunk] -= 1
+        out.append(i)
+    return renamed(out)
 
 
-def _completing(rows: list[Row], orders: Iterable[Sequence[int]], share: float) -> Iterator[list[Row]]:
-    """Yield a list for each order: its last `share` of weight gradients take the first chunk that has one ready."""
-    places = [k for k, row in enumerate(rows) if row.instruction.op is Op.BACKWARD_WEIGHT]
-    since = places[int(len(places) * (1 - share))] if places else 0
-    of_chunk = {rows[k].completes: rows[k] for k in places}
-    for order in orders:
-        ready: Counter[int] = Counter()
-        out = []
-        for k, row in enumerate(rows):
-            if row.instruction.op is Op.BACKWARD_INPUT:
-                ready[row.instruction.chunk] += 1
-            elif row.instruction.op is Op.BACKWARD_WEIGHT:
-                chunk = next(c for c in order if ready[c]) if k >= since else row.completes
-                ready[chunk] -= 1
-                row = of_chunk[chunk]
-            out.append(row)
-        if any(new.completes != old.completes for new, old in zip(out, rows, strict=True)):
-            yield out
+def _hurried(instructions: Sequence[Instruction], share: float) -> list[Instruction]:
+    """Let a rank's first `share` of weight gradients follow their input gradients at once."""
+    weights = [i for i in instructions if i.op is Op.BACKWARD_WEIGHT]
+    moved = set(weights[: ceil(share * len(weights))])
+    out = []
+    for i in instructions:
+        if i not in moved:
+            out.append(i)
+        if i.op is Op.BACKWARD_INPUT and (own := i._replace(op=Op.BACKWARD_WEIGHT)) in moved:
+            out.append(own)
+    return out

@@ -261,5 +261,5 @@ def test_the_quick_length_of_a_step_is_the_simulators(p: int, m: int, v: int, se
     split = search("s", placement, m, Memory.of_activations(placement, 1.5 * p * v), cost)
     clock = ListClock(split, cost)
     for program in (split, whole_backwards(split, range(0, m, 2)), whole_backwards(split, range(m))):
-        compute, _ = clock.ends(clock.lists(program))
-        assert max(compute) == pytest.approx(simulate(program, cost).makespan, rel=1e-6)
+        makespan = clock.makespan(clock.lists(program))
+        assert makespan == pytest.approx(simulate(program, cost).makespan, rel=1e-6)
