@@ -20,7 +20,7 @@ from parallel3d.deepspeed.arguments import find_config, known_values
 from parallel3d.deepspeed.checkpointing import follow_captures
 from parallel3d.errors import ConfigError
 from parallel3d.models.huggingface.in_place import groups_of, tp_model_init
-from parallel3d.models.huggingface.meta import read_when_needed
+from parallel3d.models.huggingface.weights import read_when_needed
 from parallel3d.optim import build_optimizer, build_scheduler
 from parallel3d.pipe.batch import make_loader
 from parallel3d.pipe.data import RepeatingLoader

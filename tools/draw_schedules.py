@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from parallel3d.schedule.builders import interleaved, one_f_one_b
+from parallel3d.schedule.builders import interleaved, one_f_one_b, zbv
 from parallel3d.schedule.draw import svg
 from parallel3d.schedule.instructions import Instruction
 from parallel3d.schedule.timing import simulate, unit_cost
-from parallel3d.schedule.zero_bubble import zbv
 
 
 def half_cost(instruction: Instruction) -> float:

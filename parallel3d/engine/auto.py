@@ -23,10 +23,10 @@ from parallel3d.monitor.steps import Profile, StepMonitor
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.pipe.programs import Programs
 from parallel3d.schedule.auto import Measured, Plan, make_plan
+from parallel3d.schedule.builders import DEFAULT_MAX_IN_FLIGHT
 from parallel3d.schedule.instructions import SEND_OPS
 from parallel3d.schedule.memory import learn_chunks
 from parallel3d.schedule.traffic import Traffic, whole_backwards
-from parallel3d.schedule.zero_bubble import DEFAULT_MAX_IN_FLIGHT
 
 # Profile to record in each of the first steps. Steps with None load kernels and compile layers.
 _STEPS: tuple[Profile | None, ...] = (None, None, "memory", None, "time", "time", "time", "time")

@@ -28,7 +28,7 @@ from parallel3d.costs.work import Work
 from parallel3d.errors import ConfigError
 from parallel3d.schedule.auto import Measured, most_held, shortest_program
 from parallel3d.schedule.instructions import COMPUTE_OPS, Op, Program, chunks_by_rank
-from parallel3d.schedule.list_clock import SPLIT_OPS
+from parallel3d.schedule.search import SPLIT_OPS
 from parallel3d.specs import BuildContext, Layer
 
 _DEVICE = "H100"  # whose rates time layers. Only their ratios count.

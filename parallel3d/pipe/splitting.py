@@ -39,12 +39,11 @@ from parallel3d.pipe.settings import BuildSettings
 from parallel3d.pipe.ties import TieIndex, given_parameters, refuse_untied_sharing
 from parallel3d.rng import generator_states, set_generator_states
 from parallel3d.schedule.auto import Measured
-from parallel3d.schedule.builders import build, placement_of
+from parallel3d.schedule.builders import DEFAULT_MAX_IN_FLIGHT, build, placement_of
 from parallel3d.schedule.instructions import Instruction, Op
 from parallel3d.schedule.memory import most_in_flight
 from parallel3d.schedule.search import Memory, search
 from parallel3d.schedule.timing import decoder_cost, simulate
-from parallel3d.schedule.zero_bubble import DEFAULT_MAX_IN_FLIGHT
 from parallel3d.specs import BuildContext, Layer, LayerSpec, LossFunction, TiedLayerSpec, blueprint, layer_name
 from parallel3d.zero.memory import moments_of, predict_state
 from parallel3d.zero.policy import make_policy

@@ -14,9 +14,8 @@ from pydantic import BaseModel, ConfigDict
 from parallel3d.errors import ScheduleError
 from parallel3d.schedule.builders import build, from_lists
 from parallel3d.schedule.instructions import SEND_OPS, Instruction, Op, Program, chunks_by_rank
-from parallel3d.schedule.list_clock import SPLIT_OPS, ListClock
 from parallel3d.schedule.order import validate
-from parallel3d.schedule.search import Memory, search
+from parallel3d.schedule.search import SPLIT_OPS, ListClock, Memory, search
 from parallel3d.schedule.timing import Cost, decoder_cost, simulate
 from parallel3d.schedule.traffic import Traffic, fuse_backwards, orders_that_hide_reductions, whole_backwards
 

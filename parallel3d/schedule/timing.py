@@ -10,9 +10,8 @@ from operator import attrgetter
 from statistics import median
 from typing import NamedTuple
 
-from parallel3d.schedule.boundaries import Boundaries
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, Program, reduces_after
-from parallel3d.schedule.lifetimes import ChunkUses
+from parallel3d.schedule.lifetimes import Boundaries, ChunkUses
 from parallel3d.schedule.lowering import with_communication
 from parallel3d.schedule.order import WaitGraph
 

@@ -17,8 +17,8 @@ from math import ceil
 from pydantic import BaseModel, ConfigDict
 
 from parallel3d.schedule.instructions import Instruction, Op, Program, chunks_by_rank
-from parallel3d.schedule.list_clock import ListClock
 from parallel3d.schedule.lowering import add_gradient_reduction, add_parameter_gather, with_communication
+from parallel3d.schedule.search import ListClock
 from parallel3d.schedule.timing import Cost, simulate
 
 _MOST_TRIALS = 40

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from parallel3d.checkpoint.read import differences
 from parallel3d.errors import CheckpointError, ConfigError
-from parallel3d.models.huggingface.meta import load_wrapped
-from parallel3d.models.huggingface.weights import Weights
+from parallel3d.models.huggingface.weights import Weights, load_wrapped
 from parallel3d.parameters import copy_of
 from parallel3d.specs import BuildContext
 from parallel3d.tensor_parallel.dropout import SlicedDropout

@@ -20,12 +20,12 @@ from parallel3d.models.blocks import decoder
 from parallel3d.models.config import DecoderConfig
 from parallel3d.models.huggingface.adapters import load_adapted
 from parallel3d.models.huggingface.config import family_of, parse
-from parallel3d.models.huggingface.meta import load_wrapped
 from parallel3d.models.huggingface.weights import (
     HEAD,
     Weights,
     check_weights,
     download_of,
+    load_wrapped,
     names_of,
     open_directory,
     stored_as,

@@ -9,11 +9,10 @@ from functools import cache
 from parallel3d.config.layout import Layout
 from parallel3d.parameters import ParameterInfo
 from parallel3d.planner.predict.chunk_memory import MemoryReplay
-from parallel3d.schedule.builders import build
+from parallel3d.schedule.builders import build, looped_zero_bubble
 from parallel3d.schedule.instructions import Program
 from parallel3d.schedule.lowering import add_collectives, lower
 from parallel3d.schedule.timing import Simulation
-from parallel3d.schedule.zero_bubble import looped_zero_bubble
 from parallel3d.zero.layout import Owners, bucket_limit, by_owners, lay_out
 from parallel3d.zero.policy import ZeroPolicy
 

@@ -10,9 +10,9 @@ from parallel3d.planner.predict.costs import StepPrediction
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.search.search import evaluate
 from parallel3d.schedule.auto import Measured, make_plan
+from parallel3d.schedule.builders import DEFAULT_MAX_IN_FLIGHT
 from parallel3d.schedule.instructions import Op, Program
 from parallel3d.schedule.memory import bytes_in_flight
-from parallel3d.schedule.zero_bubble import DEFAULT_MAX_IN_FLIGHT
 
 # (chunks, placement) that "auto" may have -> the named schedule of split backwards.
 _NAMED = {(1, "loop"): "zb-h1", (2, "v"): "zbv", (2, "loop"): "zb-looped", (4, "loop"): "zb-looped"}

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from test_schedule_lifetimes import cases, layers
 
 from parallel3d.planner.report.timeline import columns
-from parallel3d.schedule.boundaries import Boundaries
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.draw import chrome_trace, svg, text_grid
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, Program, depends_on
-from parallel3d.schedule.lifetimes import ChunkUses, Lifetimes, LiveLimits, lifetimes_before
+from parallel3d.schedule.lifetimes import Boundaries, ChunkUses, Lifetimes, LiveLimits, lifetimes_before
 from parallel3d.schedule.lowering import add_collectives, lower
 from parallel3d.schedule.order import WaitGraph, validate
 from parallel3d.schedule.timing import Cost, Simulation, simulate, unit_cost

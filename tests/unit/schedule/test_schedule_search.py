@@ -16,9 +16,8 @@ from parallel3d.errors import ScheduleError
 from parallel3d.schedule.auto import Measured, Plan, first_plan, limits, make_plan, most_held
 from parallel3d.schedule.builders import build, from_lists, placement_of
 from parallel3d.schedule.instructions import Instruction, Op, Program
-from parallel3d.schedule.list_clock import ListClock
 from parallel3d.schedule.order import validate
-from parallel3d.schedule.search import Memory, search
+from parallel3d.schedule.search import ListClock, Memory, search
 from parallel3d.schedule.timing import Cost, decoder_cost, simulate
 from parallel3d.schedule.traffic import fuse_backwards, whole_backwards
 

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from schedule_emulator import SEEDS, Emulator, check, in_flight, unhurried
 
 from parallel3d.errors import ScheduleError
-from parallel3d.schedule.builders import build, one_f_one_b
+from parallel3d.schedule.builders import build, looped_zero_bubble, one_f_one_b, zb_h1, zbv
 from parallel3d.schedule.instructions import Instruction, Op, Program, v_placement
 from parallel3d.schedule.lowering import add_communication, lower
 from parallel3d.schedule.timing import Cost, Timeline, decoder_cost, simulate, unit_cost
-from parallel3d.schedule.zero_bubble import looped_zero_bubble, zb_h1, zbv
 
 
 def costs(forward: float, input_gradient: float, weight_gradient: float, transfer: float = 0.0) -> Cost:
