@@ -28,7 +28,7 @@ from parallel3d.costs.work import Work
 from parallel3d.errors import ConfigError
 from parallel3d.schedule.auto import Measured, most_held, shortest_program
 from parallel3d.schedule.instructions import COMPUTE_OPS, Op, Program, chunks_by_rank
-from parallel3d.schedule.search import SPLIT_OPS
+from parallel3d.schedule.search import ALL_RULES, SPLIT_OPS, TIGHT_RULES, Rule
 from parallel3d.specs import BuildContext, Layer
 
 _DEVICE = "H100"  # whose rates time layers. Only their ratios count.
@@ -147,7 +147,7 @@ class LayerOptions:
 
         Tried are each policy alone, and what costs the least for a number of micro-batches in flight: the same on all chunks,
         with deferred weight gradients, and in proportion to the time in which they come back. Then what costs the least for the
-        programs of these. Policies are left out whose program can't be the shortest, by a lower bound.
+        programs of these. Programs are searched roughly, but that of the policies which are chosen.
 
         - max_in_flight: the most activations in flight, as a multiple of those of 1F1B on its first rank.
         """
@@ -165,13 +165,31 @@ class LayerOptions:
             number = 1 + k / (_NUMBERS - 1) * (most - 1)
             in_flight: InFlight = partial(_of_each, [max(1.0, number * share) for share in shares], defers)
             candidates.append(self.choose(in_flight).policies)
-        pairs = _Pairs(self, num_micro_batches, max_in_flight)
-        for policies in sorted(candidates, key=pairs.bound):
-            program = pairs.weigh(policies)
+        weigh = cache(partial(self._weigh, num_micro_batches, max_in_flight, TIGHT_RULES))
+        found = []
+        for policies in dict.fromkeys(map(tuple, candidates)):
+            choice, program = weigh(policies)
+            found.append(choice)
             if program is not None:
-                pairs.weigh(self.choose(ProgramBytes(program)).policies)
-        assert pairs.best is not None
-        return pairs.best
+                found.append(weigh(tuple(self.choose(ProgramBytes(program)).policies))[0])
+        best = min(found, key=lambda choice: choice.rank(self.budget))
+        return self._weigh(num_micro_batches, max_in_flight, ALL_RULES, best.policies)[0]
+
+    def _weigh(
+        self,
+        num_micro_batches: int,
+        max_in_flight: float,
+        rules: Sequence[Rule],
+        policies: Sequence[RecomputationPolicy],
+    ) -> tuple[Choice, Program | None]:
+        """Return these policies with the shortest program that fits, and that program; None if no micro-batch fits."""
+        measured, others = self.measure(policies, max_in_flight)
+        held: Sequence[float] = [sum(measured.held[c] for c in own) for own in chunks_by_rank(self.placement)]
+        makespan, program = inf, None
+        if max(map(add, held, others)) <= self.budget:  # one micro-batch fits
+            makespan, program = shortest_program(self.placement, num_micro_batches, measured, rules)
+            held = most_held(program, measured)
+        return Choice(policies, list(map(add, held, others)), makespan, measured), program
 
     def measure(self, policies: Sequence[RecomputationPolicy], max_in_flight: float) -> tuple[Measured, list[int]]:
         """Return the times and bytes of the chunks, and the bytes of each stage besides those of micro-batches."""
@@ -191,43 +209,6 @@ class LayerOptions:
             [self.budget - own for own in others],
         )
         return measured, others
-
-
-class _Pairs:
-    """Pairs of policies and a program, as they are tried one after the other. best: the best so far."""
-
-    def __init__(self, layers: LayerOptions, num_micro_batches: int, max_in_flight: float):
-        self._layers, self._number, self._max_in_flight = layers, num_micro_batches, max_in_flight
-        self._tried: set[tuple[RecomputationPolicy, ...]] = set()
-        self.best: Choice | None = None
-
-    def bound(self, policies: Sequence[RecomputationPolicy]) -> float:
-        """Return a lower bound of the program's length."""
-        measured, _ = self._layers.measure(policies, self._max_in_flight)
-        return min(measured.bound(self._layers.placement, self._number, whole) for whole in (False, True))
-
-    def weigh(self, policies: Sequence[RecomputationPolicy]) -> Program | None:
-        """Find the program of policies that are new, and keep both if they are the best; None if they can't be."""
-        if tuple(policies) in self._tried:
-            return None
-        self._tried.add(tuple(policies))
-        budget = self._layers.budget
-        fits = self.best is not None and max(self.best.held) <= budget
-        below = self.best.makespan if self.best is not None and fits else inf
-        measured, others = self._layers.measure(policies, self._max_in_flight)
-        placement = self._layers.placement
-        held: Sequence[float] = [sum(measured.held[c] for c in own) for own in chunks_by_rank(placement)]
-        makespan, program = inf, None
-        if max(map(add, held, others)) <= budget:  # one micro-batch fits
-            found = shortest_program(placement, self._number, measured, below)
-            if found is None:
-                return None
-            makespan, program = found
-            held = most_held(program, measured)
-        choice = Choice(policies, list(map(add, held, others)), makespan, measured)
-        if self.best is None or choice.rank(budget) < self.best.rank(budget):
-            self.best = choice
-        return program
 
 
 def _of_each(

@@ -6,16 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, product
-from math import inf
-from operator import add, gt, itemgetter, le, lt, mul
+from operator import add, gt, itemgetter, le, lt
 
 from pydantic import BaseModel, ConfigDict
 
 from parallel3d.errors import ScheduleError
 from parallel3d.schedule.builders import build, from_lists
-from parallel3d.schedule.instructions import SEND_OPS, Instruction, Op, Program, chunks_by_rank
+from parallel3d.schedule.instructions import SEND_OPS, Instruction, Op, Program
 from parallel3d.schedule.order import validate
-from parallel3d.schedule.search import SPLIT_OPS, ListClock, Memory, search
+from parallel3d.schedule.search import ALL_RULES, SPLIT_OPS, ListClock, Memory, Rule, search
 from parallel3d.schedule.timing import Cost, decoder_cost, simulate
 from parallel3d.schedule.traffic import Traffic, fuse_backwards, orders_that_hide_reductions, whole_backwards
 
@@ -71,26 +70,6 @@ class Measured(Memory, Traffic):
         """Return the time that a micro-batch takes from each chunk to the loss and back. whole: whether backwards are."""
         back = self.backward if whole else self.input_gradient
         return list(accumulate(map(add, reversed(self.forward), reversed(back))))[::-1]
-
-    def bound(self, placement: Sequence[int], num_micro_batches: int, whole: bool) -> float:
-        """Return a lower bound of the makespan of a program whose backwards are all whole, or all split.
-
-        A rank computes all micro-batches, beginning when the first one can reach it. And it holds each at least as long as its
-        way from the rank's chunk to the loss and back takes, but has room for a few of them at once.
-        """
-        reached = list(accumulate(self.forward, initial=0.0))
-        halves = [f + i + w for f, i, w in zip(self.forward, self.input_gradient, self.weight_gradient, strict=True)]
-        times = list(map(add, self.forward, self.backward)) if whole else halves
-        held = map(mul, self.held if whole else self.needed, self.ways(whole))
-        deferred = map(mul, self.deferred, (0.0,) * len(placement) if whole else self.weight_gradient)
-        used = list(map(add, held, deferred))
-        return max(
-            max(
-                reached[chunks[0]] + num_micro_batches * sum(times[c] for c in chunks),
-                num_micro_batches * sum(used[c] for c in chunks) / limit,
-            )
-            for chunks, limit in zip(chunks_by_rank(placement), self.limit, strict=True)
-        )
 
     def cost(self, i: Instruction) -> float:
         """Return the seconds of an instruction, for simulate(); a SEND has those of its transfer."""
@@ -187,15 +166,13 @@ def make_plan(placement: Sequence[int], num_micro_batches: int, measured: Measur
 
 
 def shortest_program(
-    placement: Sequence[int], num_micro_batches: int, measured: Measured, below: float
-) -> tuple[float, Program] | None:
-    """Return the makespan of a plan without traffic, and its program before backwards are fused; None if none is below `below`.
+    placement: Sequence[int], num_micro_batches: int, measured: Measured, rules: Sequence[Rule]
+) -> tuple[float, Program]:
+    """Return the makespan of a plan without traffic, and its program before backwards are fused. rules: of the search.
 
     Where fusing backwards gains nothing, the makespan is that of `make_plan`'s program, but for transfers that wait for others.
     """
-    found = [program for _, program in _candidates(tuple(placement), num_micro_batches, measured, below)]
-    if not found:
-        return None
+    found = [program for _, program in _candidates(tuple(placement), num_micro_batches, measured, rules)]
     clock = ListClock(found[0], measured.cost)
     return min(((clock.makespan(clock.lists(p)), p) for p in found), key=itemgetter(0))
 
@@ -229,21 +206,20 @@ def _plan(name: str, program: Program, makespan: float, measured: Measured) -> P
 
 
 def _candidates(
-    placement: tuple[int, ...], num_micro_batches: int, measured: Measured, below: float = inf
+    placement: tuple[int, ...], num_micro_batches: int, measured: Measured, rules: Sequence[Rule] = ALL_RULES
 ) -> Iterator[tuple[str, Program]]:
-    """Yield the programs that a plan may run, without some that can't be shorter than `below`."""
-    split, whole = (measured.bound(placement, num_micro_batches, whole) for whole in (False, True))
+    """Yield the programs that a plan may run. rules: of the search."""
     # With recomputation, a micro-batch whose backward is whole holds less.
     holds_less = any(map(lt, measured.held, measured.deferred))
-    if split < below and not (holds_less and any(map(gt, measured.least(placement), measured.limit))):
-        yield "search", search("auto", placement, num_micro_batches, measured, measured.cost, below=below)
-    if holds_less and whole < below:
+    if not (holds_less and any(map(gt, measured.least(placement), measured.limit))):
+        yield "search", search("auto", placement, num_micro_batches, measured, measured.cost, rules)
+    if holds_less:
         none = (0.0,) * len(placement)
         changes = {"deferred": none, "input_gradient": measured.backward, "weight_gradient": none}
         undivided = measured.model_copy(update=changes)
-        order = search("auto", placement, num_micro_batches, undivided, undivided.cost, below=below)
+        order = search("auto", placement, num_micro_batches, undivided, undivided.cost, rules)
         yield "search", whole_backwards(order, range(num_micro_batches))
-    for name, program in _named(placement, num_micro_batches) if min(split, whole) < below else ():
+    for name, program in _named(placement, num_micro_batches):
         if all(map(le, most_held(program, measured), measured.limit)):
             yield name, program
 

@@ -22,7 +22,7 @@ from parallel3d.schedule.instructions import (
     loop_placement,
     v_placement,
 )
-from parallel3d.schedule.search import Memory, search
+from parallel3d.schedule.search import ALL_RULES, LIKELY_RULES, Memory, search
 from parallel3d.schedule.timing import Cost, decoder_cost
 
 
@@ -191,7 +191,8 @@ def looped_zero_bubble(
     """Place chunks in loops and defer weight gradients as far as memory allows, by list scheduling, for any m >= 1.
 
     max_in_flight: the most activations that a rank holds, as a multiple of those of 1F1B's first rank, which are p v
-    activations of a chunk (of v a rank); 1.5 by default. cost: the times to plan for, as for simulate(). roughly: see search().
+    activations of a chunk (of v a rank); 1.5 by default. cost: the times to plan for, as for simulate().
+    roughly: whether a sixth of the time is taken.
 
     A step can't be shorter than v m (F + I + W) + (p - 1) F, for the last rank starts p - 1 forwards late; planned for
     F = I = W with the default memory it is no longer for any m >= p up to 8 stages, 16 micro-batches and 4 chunks.
@@ -208,7 +209,8 @@ def looped_zero_bubble(
             f"max_in_flight {multiple:g} lets a stage hold {bound:.3g} activations of a chunk, but a micro-batch alone "
             f"needs those of its {num_chunks} chunks; set pipeline.max_in_flight to {least:g} or more"
         )
-    return search("zb-looped", placement, num_micro_batches, Memory.of_activations(placement, bound), cost, roughly)
+    memory, rules = Memory.of_activations(placement, bound), LIKELY_RULES if roughly else ALL_RULES
+    return search("zb-looped", placement, num_micro_batches, memory, cost, rules)
 
 
 def from_lists(lists: Sequence[Sequence[str]], placement: Sequence[int]) -> Program:

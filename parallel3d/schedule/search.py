@@ -147,7 +147,7 @@ class Memory(BaseModel):
         return [sum(needed[c] for c in chunks) for chunks in chunks_by_rank(placement)]
 
 
-class _Rule(NamedTuple):
+class Rule(NamedTuple):
     """Rule by which a rank chooses among the instructions that are ready.
 
     - choice: between a forward and an input gradient: "alternate", "gradient" or "forward".
@@ -160,12 +160,13 @@ class _Rule(NamedTuple):
     patience: float
 
 
-_RULES = [_Rule(*r) for r in product(("alternate", "gradient", "forward"), (0.5, 0.1, 0.0), (0.0, 0.5))]
-# Four whose best order is seldom longer than the best of all by more than _MARGIN where memory is short.
-_FIRST = [_Rule(*r) for r in (("alternate", 0, 0), ("forward", 0.1, 0.5), ("gradient", 0, 0.5), ("alternate", 0.1, 0))]
-_MARGIN = 1.04
+ALL_RULES = [Rule(*r) for r in product(("alternate", "gradient", "forward"), (0.5, 0.1, 0.0), (0.0, 0.5))]
+# Four whose best order is seldom longer than the best of all by more than 4% where memory is short.
+TIGHT_RULES = [
+    Rule(*r) for r in (("alternate", 0, 0), ("forward", 0.1, 0.5), ("gradient", 0, 0.5), ("alternate", 0.1, 0))
+]
 # Three that are seldom all bad: their best order is within 2% of the best of all.
-_LIKELY = [_Rule("alternate", 0.1, 0.5), _Rule("alternate", 0.1, 0.0), _Rule("gradient", 0.0, 0.0)]
+LIKELY_RULES = [Rule("alternate", 0.1, 0.5), Rule("alternate", 0.1, 0.0), Rule("gradient", 0.0, 0.0)]
 _SLACKS = (0.0, 0.1, 0.5)  # delays of transfers, in forwards, by which equally short orders are compared
 
 
@@ -175,15 +176,12 @@ def search(
     num_micro_batches: int,
     memory: Memory,
     cost: Cost,
-    roughly: bool = False,
-    below: float = inf,
+    rules: Sequence[Rule] = ALL_RULES,
 ) -> Program:
     """Find a short order of forwards, input and weight gradients; return it as a program of that name.
 
     cost: time of an instruction; a transfer's is that of its SEND. Of equally short orders, it returns the one that slow
-    transfers lengthen least. Equal arguments give equal programs.
-
-    roughly: try fewer rules, in a sixth of the time. below: stop when it is unlikely that a program is shorter than this.
+    transfers lengthen least. Equal arguments give equal programs. rules: to try; the time grows with their number.
 
     Raises ScheduleError if a rank's limit doesn't suffice for one micro-batch.
     """
@@ -201,10 +199,7 @@ def search(
     bounds = [round(_bound(clock, empty) / work, 9) for clock in clocks.values()]
     best: list[list[int]] = []
     shortest = [inf]
-    rules = _LIKELY if roughly else _RULES if below == inf else sorted(_RULES, key=lambda rule: rule not in _FIRST)
-    for number, rule in enumerate(rules):
-        if number == len(_FIRST) and shortest[0] * work > _MARGIN * below:
-            break
+    for rule in rules:
         order = _ListSchedule(clocks[rule.slack], placement, rule, memory).run()
         makespans: list[float] = []  # relative to all work, so that equal times tie; then with slow transfers
         for clock in clocks.values():
@@ -257,7 +252,7 @@ class _ListSchedule:
     ones, whose backwards need none: no rank waits forever. Instructions are indices of the clock's rows.
     """
 
-    def __init__(self, clock: ListClock, placement: Sequence[int], rule: _Rule, memory: Memory) -> None:
+    def __init__(self, clock: ListClock, placement: Sequence[int], rule: Rule, memory: Memory) -> None:
         self._rows, self._arrivals, self._rule = clock.rows, clock.empty_slots(), rule
         self._per_op = len(clock.rows) // len(SPLIT_OPS)
         self._chunks = [row.instruction.chunk for row in clock.rows]

@@ -119,7 +119,7 @@ def random_layers(seed: int) -> tuple[LayerOptions, int, float]:
 
 
 def test_random_layers_are_near_the_shortest_of_all_assignments():
-    """On average within 0.5% of the best of 81, each with the program that a plan has. No lower bound exceeds a length."""
+    """On average within 0.5% of the best of 81, each with the program that a plan has."""
     over = []
     for seed in range(10):
         layers, num_micro_batches, most = random_layers(seed)
@@ -128,10 +128,6 @@ def test_random_layers_are_near_the_shortest_of_all_assignments():
         assert max(choice.held) <= layers.budget
         assert choice.makespan == pytest.approx(lengths[tuple(choice.policies)])
         over.append(choice.makespan / min(lengths.values()))
-        for policies, length in lengths.items():
-            measured, _ = layers.measure(policies, most)
-            bounds = [measured.bound(layers.placement, num_micro_batches, whole) for whole in (False, True)]
-            assert min(bounds) <= length * (1 + 1e-9)
     assert sum(over) / len(over) <= 1.005
     assert max(over) <= 1.05
 
@@ -141,7 +137,7 @@ def test_random_layers_are_near_the_shortest_of_all_assignments():
     [(4, 5506, 1798.4), (4, 11535, 1560.7), (4, 20578, 1278.6), (8, 15541, 3434.3)],
 )
 def test_no_longer_than_the_plans_of_all_candidates(stages: int, budget: int, length: float):
-    """8 blocks a stage. Lengths are those of the shortest plan of more candidates, none of which a bound had left out."""
+    """8 blocks a stage. Lengths are those of the shortest plan of more candidates."""
     block = [replace(option, times=(3.2, 4.0 + option.seconds, 2.4)) for option in BLOCK]
     number, chunks = 8 * stages, 2 * stages
     options = [block] * number + [[replace(HEAD[0], times=(0.8, 1.0, 0.7))]]
