@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, SecretStr
 
-from parallel3d.config.section import NonEmpty, NonNegative, Positive, Section, key, keys_of, own_key, read_only
+from parallel3d.config.section import NonEmpty, NonNegative, Positive, Section, key, own_key, read_only
 
 
 class FilesConfig(Section):
@@ -86,10 +86,8 @@ class RunRecordConfig(Section):
         return self.directory is not None
 
 
-class FlopsProfilerConfig(Section):
+class FlopsProfilerConfig(Section, keys="flops_profiler"):
     """A count of the FLOPs of the first rank in one step: of a forward, or of a whole train_batch."""
-
-    known_keys = keys_of("flops_profiler")
 
     enabled: bool = False
     profile_step: NonNegative = key(1, "a whole number >= 0 of steps before the one that is counted")
@@ -99,10 +97,8 @@ class FlopsProfilerConfig(Section):
     output_file: str | None = key(None, "a path, or null to print the counts")
 
 
-class CommsLoggerConfig(Section):
+class CommsLoggerConfig(Section, keys="comms_logger"):
     """A log of the collectives of each process, see comm.log_summary."""
-
-    known_keys = keys_of("comms_logger")
 
     enabled: bool = False
     verbose: bool = key(False, "true or false, whether a line is logged for each collective")

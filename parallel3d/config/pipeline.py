@@ -16,7 +16,6 @@ from parallel3d.config.section import (
     Section,
     dumped,
     key,
-    keys_of,
     own_key,
     read_only,
     whole,
@@ -59,10 +58,9 @@ Partition = Annotated[
 ]
 
 
-class PipelineConfig(Section):
+class PipelineConfig(Section, keys="pipeline"):
     """Split of the layers into stages, and the schedule; None: as PipelineModule says."""
 
-    known_keys = keys_of("pipeline")
     unset_by_auto = frozenset({"stages"})
 
     stages: Positive | None = key(None, "a whole number of stages >= 1")
@@ -118,10 +116,9 @@ class PipelineConfig(Section):
         return self
 
 
-class TensorParallelConfig(Section):
+class TensorParallelConfig(Section, keys="tensor_parallel"):
     """The number of tensor-parallel ranks, and whether activations between their layers are sharded along the sequence."""
 
-    known_keys = keys_of("tensor_parallel")
     unset_by_auto = frozenset({"size"})
 
     size: Positive | None = own_key(None, "a whole number of ranks >= 1")

@@ -14,7 +14,6 @@ from parallel3d.config.section import (
     Positive,
     Section,
     key,
-    keys_of,
     own_key,
 )
 
@@ -27,14 +26,12 @@ def _read_number(value: object) -> object:
         return value
 
 
-class Fp16Config(Section):
+class Fp16Config(Section, keys="fp16"):
     """Training in float16 with fp32 masters, the loss scaled; loss_scale 0 is a scale that adapts (arXiv:1710.03740).
 
     The first scale is 2**initial_scale_power. It doubles after loss_scale_window steps without an overflow, and halves, not
     below min_loss_scale, at the hysteresis-th overflow; consecutive_hysteresis: a step without one restores the count.
     """
-
-    known_keys = keys_of("fp16")
 
     enabled: bool = False
     auto_cast: bool = key(
@@ -52,10 +49,8 @@ class Fp16Config(Section):
     min_loss_scale: float = key(1.0, "a number > 0, such as 1", gt=0)
 
 
-class Bf16Config(Section):
+class Bf16Config(Section, keys="bf16"):
     """Training in bfloat16 with fp32 masters; check_grad_overflow skips a step whose gradients are not finite."""
-
-    known_keys = keys_of("bf16")
 
     enabled: bool = False
     auto_cast: bool = own_key(
@@ -68,19 +63,15 @@ class Bf16Config(Section):
     )
 
 
-class TorchAutocastConfig(Section):
+class TorchAutocastConfig(Section, keys="torch_autocast"):
     """Layers and loss run under torch.autocast; with float16 the loss is scaled by the other keys of `fp16`."""
-
-    known_keys = keys_of("torch_autocast")
 
     enabled: bool = False
     dtype: HalfDtype = key("bf16", '"bfloat16" or "float16"')
 
 
-class AmpConfig(Section):
+class AmpConfig(Section, keys="amp"):
     """The opt levels of NVIDIA's apex, on torch.autocast: O0 fp32, O1 autocast, O2 fp16 with fp32 masters, O3 fp16."""
-
-    known_keys = keys_of("amp")
 
     enabled: bool = False
     opt_level: Literal["O0", "O1", "O2", "O3"] = key(
@@ -90,10 +81,8 @@ class AmpConfig(Section):
     )
 
 
-class DataTypesConfig(Section):
+class DataTypesConfig(Section, keys="data_types"):
     """Dtypes that are chosen apart from the weights'."""
-
-    known_keys = keys_of("data_types")
 
     grad_accum_dtype: Dtype | None = key(
         None,

@@ -37,16 +37,13 @@ from parallel3d.config.section import (
     ReadOnlyMapping,
     Section,
     key,
-    keys_of,
     own_key,
 )
 from parallel3d.config.zero import AioConfig, OffloadConfig, ZeroConfig
 
 
-class OptimizerConfig(Section):
+class OptimizerConfig(Section, keys="optimizer"):
     """The optimizer by name, and the arguments of its constructor."""
-
-    known_keys = keys_of("optimizer")
 
     type: NonEmpty = Field(description='the name of an optimizer, such as "AdamW"')
     params: Params = Field(
@@ -74,10 +71,8 @@ class SchedulerConfig(Section):
     )
 
 
-class CompileConfig(Section):
+class CompileConfig(Section, keys="compile"):
     """torch.compile, layer by layer."""
-
-    known_keys = keys_of("compile")
 
     enabled: bool = own_key(False, "true or false")
     backend: str = own_key("inductor", "a backend of torch.compile")
@@ -121,13 +116,12 @@ def _kernel(choice: str) -> Any:
     return own_key(False, f'{choice}, or "auto" for the default')
 
 
-class KernelsConfig(Section):
+class KernelsConfig(Section, keys="kernels"):
     """The CUDA kernels of this package to use, where the hardware has what they need; `p3d doctor` shows where.
 
     All are off by default: among whole steps, only those of two replicas became faster, with optimizer_step (docs/kernels.md).
     """
 
-    known_keys = keys_of("kernels")
     unset_by_auto = frozenset({"all_reduce", "reduce_scatter", "optimizer_step"})
 
     all_reduce: bool = _kernel(
@@ -173,10 +167,8 @@ def _lower(value: object) -> object:
 TagValidation = Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capitalized, json_schema_input_type=str)]
 
 
-class CheckpointConfig(Section):
+class CheckpointConfig(Section, keys="checkpoint"):
     """Settings of engine.save_checkpoint."""
-
-    known_keys = keys_of("checkpoint")
 
     tag_validation: TagValidation = key(
         "Warn",
@@ -212,10 +204,9 @@ def _read_zero(value: object) -> object:
 _SAMPLES = "a whole number >= 1, or leave the key out to have it derived"
 
 
-class Config(Section):
+class Config(Section, keys="top level"):
     """The whole configuration; the keys keep DeepSpeed's names."""
 
-    known_keys = keys_of("top level")
     renamed: ClassVar[Mapping[str, str]] = {"bfloat16": "bf16"}
     unset_by_auto = frozenset({"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"})
 

@@ -83,7 +83,7 @@ def _table() -> Any:
     return yaml.safe_load(Path(__file__).with_name("known_keys.yaml").read_text(encoding="utf-8"))
 
 
-def keys_of(section: str) -> dict[str, KnownKey]:
+def _keys_of(section: str) -> dict[str, KnownKey]:
     """Return the keys of a section, or of the top level, that no field holds."""
     found = {}
     for support, entries in _table()[section].items():
@@ -173,16 +173,23 @@ own_key = partial(key, own=True)
 
 
 class Section(BaseModel):
-    """A mapping of the file: immutable, typed strictly, closed to unknown keys."""
+    """A mapping of the file: immutable, typed strictly, closed to unknown keys.
+
+    keys: the section of known_keys.yaml in which DeepSpeed's keys are that no field holds.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True)
 
-    # DeepSpeed's keys that no field holds.
     known_keys: ClassVar[Mapping[str, KnownKey]] = {}
     # Old names of fields, to the present ones.
     renamed: ClassVar[Mapping[str, str]] = {}
     # Keys for which "auto" means: not given.
     unset_by_auto: ClassVar[frozenset[str]] = frozenset()
+
+    def __init_subclass__(cls, keys: str | None = None, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if keys is not None:
+            cls.known_keys = _keys_of(keys)
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a key's value, as of a dict: libraries read `engine.config` so."""

@@ -13,7 +13,6 @@ from parallel3d.config.section import (
     Positive,
     Section,
     key,
-    keys_of,
     own_key,
     read_only,
     whole,
@@ -51,10 +50,9 @@ class _Offload(Section):
         return self
 
 
-class OffloadOptimizerConfig(_Offload):
+class OffloadOptimizerConfig(_Offload, keys="offload_optimizer"):
     """Masters and optimizer state in host memory or on NVMe; the step runs on the device, or on the CPU."""
 
-    known_keys = keys_of("offload_optimizer")
     unset_by_auto = frozenset({"device", "buffer_count", "pin_memory"})
 
     step: Literal["device", "cpu"] = own_key(
@@ -83,10 +81,9 @@ class OffloadOptimizerConfig(_Offload):
         return self
 
 
-class OffloadParamConfig(_Offload):
+class OffloadParamConfig(_Offload, keys="offload_param"):
     """Shards of weights in host memory or on NVMe (stage 3), copied to the device when they are gathered."""
 
-    known_keys = keys_of("offload_param")
     unset_by_auto = frozenset({"device", "max_in_cpu", "pin_memory", "buffer_count"})
 
     max_in_cpu: NonNegative | None = key(
@@ -116,10 +113,9 @@ module_granularity_threshold gather_16bit_weights_on_model_save model_persistenc
 allgather_sequential""".split()
 
 
-class ZeroConfig(Section):
+class ZeroConfig(Section, keys="zero_optimization"):
     """Partitioning over the data-parallel ranks, and the buckets of gradients."""
 
-    known_keys = keys_of("zero_optimization")
     renamed: ClassVar[Mapping[str, str]] = {
         "cpu_offload": "offload_optimizer",
         "cpu_offload_param": "offload_param",
@@ -182,10 +178,9 @@ class ZeroConfig(Section):
         return self
 
 
-class AioConfig(Section):
+class AioConfig(Section, keys="aio"):
     """Requests to the disk of state that is offloaded to nvme."""
 
-    known_keys = keys_of("aio")
     renamed: ClassVar[Mapping[str, str]] = {"thread_count": "intra_op_parallelism"}
 
     block_size: Positive = key(

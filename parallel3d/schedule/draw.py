@@ -8,8 +8,6 @@ from graphlib import CycleError
 from math import ceil, floor, log10
 from typing import Any
 
-from markupsafe import Markup, escape
-
 from parallel3d.schedule.instructions import COMPUTE_OPS, Instruction, Op, Program
 from parallel3d.schedule.order import blocks_host
 from parallel3d.schedule.timing import Cost, Span, Timeline, simulate, unit_cost
@@ -216,8 +214,7 @@ def svg(
     )
     return environment.get_template("timelines.jinja").render(
         ticks=ticks,
-        text=_text,
-        bar=_bar,
+        names=NAMES,
         panels=panels,
         legend=_legend(timelines.values()),
         legend_y=top + 14,
@@ -232,22 +229,6 @@ def svg(
 
 
 # Not macros of the template: these take five times as long.
-def _text(x: float, y: float, words: object, attributes: Mapping[str, object]) -> Markup:
-    shown = "".join(f' {name}="{value}"' for name, value in attributes.items())
-    return Markup(f'<text x="{x:.1f}" y="{y:.1f}"{shown}>{escape(words)}</text>\n')  # noqa: S704 (escaped)
-
-
-def _bar(
-    span: Span, scale: _Scale, y: float, width: float, height: int, fill: str, attributes: Mapping[str, object]
-) -> Markup:
-    """Draw a span, with a title that says what it is and when."""
-    shown = "".join(f' {name}="{value}"' for name, value in attributes.items())
-    when = f"{scale.text(span.start)} to {scale.text(span.end)} ({scale.text(span.end - span.start)})"
-    title = f"{span.instruction} {NAMES[span.instruction.op]}, stage {span.rank}: {when}"
-    place = f'x="{scale.x(span.start):.2f}" y="{y:.1f}" width="{width:.2f}" height="{height}" fill="{fill}"'
-    return Markup(f"<rect {place}{shown}><title>{escape(title)}</title></rect>\n")  # noqa: S704 (escaped)
-
-
 def _marked(timeline: Timeline) -> list[tuple[Span, str]]:
     """Return (span, kind) of all instructions but compute that take time; a simulation may count them as free."""
     spans = (s for s in timeline.spans if s.instruction.op not in COMPUTE_OPS and s.end > s.start)
