@@ -23,8 +23,8 @@ from parallel3d.models.huggingface.in_place import groups_of, tp_model_init
 from parallel3d.models.huggingface.weights import read_when_needed
 from parallel3d.optim import build_optimizer, build_scheduler
 from parallel3d.pipe.batch import make_loader
+from parallel3d.pipe.calls import policy_rule
 from parallel3d.pipe.data import RepeatingLoader
-from parallel3d.pipe.layer_choice import policy_rule
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.pipe.settings import checkpoint_interval
 from parallel3d.pipe.single_stage import SingleStageModule

@@ -29,7 +29,7 @@ from parallel3d.errors import ConfigError, ExecutionError
 from parallel3d.logs import logger
 from parallel3d.monitor.uncompiled import UncompiledWriter
 from parallel3d.pipe.blocks import BlockUnits
-from parallel3d.pipe.layer_choice import choice_rule
+from parallel3d.pipe.calls import choice_rule
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.zero.external import unwatch
 

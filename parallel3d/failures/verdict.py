@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from graphlib import CycleError, TopologicalSorter
 from math import inf
 
 
@@ -238,16 +239,11 @@ def _holds_up(report: Report, reports: Mapping[int, Report]) -> list[int]:
 
 def _cycle(reports: Mapping[int, Report]) -> list[int]:
     """Return a cycle of ranks: each waits for the next, and the last for the first; [] if there is none."""
-    for start in sorted(reports):
-        path, rank = [start], start
-        while True:
-            following = sorted(_holds_up(reports[rank], reports))
-            if not following:
-                break
-            rank = following[0]
-            if rank in path:
-                return path[path.index(rank) :]
-            path.append(rank)
+    try:
+        TopologicalSorter({rank: _holds_up(reports[rank], reports) for rank in sorted(reports)}).prepare()
+    except CycleError as error:
+        _, *cycle = error.args[1]  # the first is the last one, too, and each is waited for by the next
+        return cycle[::-1]
     return []
 
 

@@ -23,8 +23,7 @@ from parallel3d.errors import DataError, PartitionError, note_place
 from parallel3d.logs import logger
 from parallel3d.parameters import ParameterInfo, slicing_of
 from parallel3d.partition import Method
-from parallel3d.pipe.calls import Call, LayerCalls
-from parallel3d.pipe.layer_choice import LayerChoice, policy_rule
+from parallel3d.pipe.calls import Call, LayerCalls, LayerChoice, policy_rule
 from parallel3d.pipe.settings import BuildSettings, resolve_settings
 from parallel3d.pipe.splitting import LayerSplitter, make_sample
 from parallel3d.pipe.ties import TieIndex, broadcast_tied, share_tied_parameters, tied_parameters

@@ -10,9 +10,10 @@ from typing import Any
 from parallel3d.comm.environment import get_world_size
 from parallel3d.comm.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 from parallel3d.config import Config, PipelineConfig, load_sections
+from parallel3d.config.section import read_only
 from parallel3d.errors import ConfigError, PartitionError
 from parallel3d.partition import Method
-from parallel3d.pipe.layer_choice import LayerChoice, Policies
+from parallel3d.pipe.calls import LayerChoice, Policies
 from parallel3d.schedule.builders import build
 from parallel3d.schedule.instructions import Program
 
@@ -67,7 +68,7 @@ def resolve_settings(
     def choose(key: str, default: Any) -> Any:
         own = {"partition_method": pipeline.partition, "activation_checkpoint_interval": checkpoint_interval(layout)}
         configured = own[key] if key in own else getattr(pipeline, key)
-        return _choose(key, _hashable(given[key]), configured, default)
+        return _choose(key, read_only(given[key]), configured, default)
 
     stages = _choose("num_stages", given["num_stages"], pipeline.stages, None)
     topology = topology or _make_topology(stages, layout.tensor_parallel.size or 1)
@@ -90,13 +91,6 @@ def resolve_settings(
         layout_independent=layout.rng.layout_independent,
         max_stage_bytes=pipeline.max_stage_bytes,
     )
-
-
-def _hashable(value: Any) -> Any:
-    """Convert lists to tuples, also inside a mapping, as the configuration does for names, bounds and weights."""
-    if isinstance(value, Mapping):
-        return {key: _hashable(item) for key, item in value.items()}
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _choose(key: str, argument: Any, configured: Any, default: Any) -> Any:

@@ -15,7 +15,7 @@ from parallel3d.comm.groups import ProcessGroups
 from parallel3d.config import RecomputationPolicy, leaves_open
 from parallel3d.errors import ConfigError
 from parallel3d.pipe.blocks import blocks_of, units_of
-from parallel3d.pipe.layer_choice import policy_rule
+from parallel3d.pipe.calls import policy_rule
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.rng import EnterLayer, same_stream
 

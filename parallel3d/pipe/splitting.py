@@ -25,7 +25,7 @@ from parallel3d.optim.optimizers import empty_optimizer
 from parallel3d.optim.precision import make_precision
 from parallel3d.parameters import ParameterInfo
 from parallel3d.partition import MEASURED, Partition, StageLimit, resolve_partition
-from parallel3d.pipe.layer_choice import Policies, policy_rule
+from parallel3d.pipe.calls import Policies, policy_rule
 from parallel3d.pipe.policies import (
     Choice,
     LayerOptions,

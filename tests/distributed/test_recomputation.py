@@ -35,7 +35,7 @@ from parallel3d.comm.environment import get_world_size
 from parallel3d.errors import ConfigError
 from parallel3d.models import DecoderConfig, causal_lm_loss, decoder
 from parallel3d.pipe import LayerSpec, PipelineModule
-from parallel3d.pipe.layer_choice import policy_rule
+from parallel3d.pipe.calls import policy_rule
 from parallel3d.schedule.instructions import COMPUTE_OPS
 
 HIDDEN, STEPS, ACCUMULATION = 8, 2, 3

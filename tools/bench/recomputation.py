@@ -45,7 +45,7 @@ from parallel3d.config import load
 from parallel3d.config.layout import Layout
 from parallel3d.monitor.memory import LiveStorages
 from parallel3d.pipe import PipelineModule
-from parallel3d.pipe.layer_choice import policy_rule
+from parallel3d.pipe.calls import policy_rule
 from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.search.model import PlannedModel, load_model
 

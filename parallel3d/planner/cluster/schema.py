@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from parallel3d.costs.devices import WireSpec
-from parallel3d.costs.quantities import Bandwidth, Bytes, Described, Seconds
+from parallel3d.costs.devices import Bandwidth, Bytes, Described, Seconds, WireSpec
 
 MOST_GPUS = 2**17  # of a cluster, and the most parts of a kind
 _Name = Annotated[str, Field(max_length=253)]

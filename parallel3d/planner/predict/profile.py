@@ -16,7 +16,7 @@ from parallel3d.config.layout import LayerPolicy, Layout
 from parallel3d.costs.layer_profile import LayerProfile, extrapolated, recomputed
 from parallel3d.costs.model_traces import LossFunction, Slicing, TracedModel, rows_of
 from parallel3d.parameters import ParameterInfo
-from parallel3d.pipe.layer_choice import Policies, policy_rule
+from parallel3d.pipe.calls import Policies, policy_rule
 from parallel3d.pipe.ties import TieIndex
 from parallel3d.planner.predict.chunks import Chunks
 from parallel3d.specs import Layer, layer_name

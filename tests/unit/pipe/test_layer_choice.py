@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from parallel3d.errors import ConfigError
-from parallel3d.pipe.layer_choice import choice_rule, policy_rule
+from parallel3d.pipe.calls import choice_rule, policy_rule
 
 NAMES = ["Embed", "Block", "MLPBlock", "Head"]
 
