@@ -203,17 +203,10 @@ class StepByCalls:
             raise ConfigError(f"engine.backward: {error}") from None
         if self._on_loss is not None:
             self._on_loss(total)
-        if not progress.losses:
-            self._update.reducer.start_step()
         seed = loss_gradient(total, weight * self._update.loss_scale)
-        reduces = self._reduces()
+        self._around = self._begin_backward()
         try:
-            with (
-                ExitStack() as self._around,
-                self._attending(),
-                self._recording(Op.BACKWARD),
-                self._update.reducer.backward(reduces),
-            ):
+            with self._around:
                 torch.autograd.backward(total, seed, retain_graph=retain_graph)
         except BaseException:
             progress.restart()
@@ -223,6 +216,16 @@ class StepByCalls:
         progress.losses.append(total.detach().double() * weight)
         if count is not None:
             progress.counts.append(count * weight)
+
+    def _begin_backward(self, factor: float = 1.0) -> ExitStack:
+        """Begin a backward, whose gradients are multiplied by `factor`; the result ends it."""
+        reducer, reduces = self._update.reducer, self._reduces()
+        if not self._progress.losses:
+            reducer.start_step()
+        with ExitStack() as around:
+            for context in (self._attending(), self._recording(Op.BACKWARD), reducer.backward(reduces, factor)):
+                around.enter_context(context)
+            return around.pop_all()
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss times the loss scale, for the script's own `backward()`."""
@@ -253,17 +256,8 @@ class StepByCalls:
                 "loss.backward(): Loss scaling is required with float16; write engine.scale(loss).backward(), or "
                 "engine.backward(loss)"
             )
-        if not progress.losses:
-            self._update.reducer.start_step()
         weight = self._weight()
-        around = (
-            self._attending(),
-            self._recording(Op.BACKWARD),
-            self._update.reducer.backward(self._reduces(), weight),
-        )
-        self._around = ExitStack()
-        for context in around:
-            self._around.enter_context(context)
+        self._around = self._begin_backward(weight)
         Variable._execution_engine.queue_callback(lambda: self._end_own(weight))
 
     def _end_own(self, weight: float) -> None:
