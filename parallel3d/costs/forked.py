@@ -61,7 +61,7 @@ class ForkedCalls:
         connection = self._connections[self._process(key)]
         try:
             connection.send(key)
-            result = pickle.loads(connection.recv_bytes())  # noqa: S301 (of our own process)
+            result = connection.recv()
         except (EOFError, OSError):
             return None
         if isinstance(result, Parallel3DError):
@@ -78,7 +78,7 @@ def _serve(served: Sequence[Connection], others: Sequence[Connection], imports: 
         end.close()
     # Whatever fails here is done again by the process that asks, which then tells of it.
     with suppress(Exception):
-        service, keys = pickle.loads(connection.recv_bytes())  # noqa: S301 (of our own process)
+        service, keys = connection.recv()
         ahead: deque[Any] = deque(keys)
         called = cache(lambda key: _result(service, key))
         while True:
