@@ -15,6 +15,7 @@ from parallel3d.parameters import ParameterInfo
 from parallel3d.zero.disk import in_blocks
 from parallel3d.zero.layout import BucketLayout, by_owners, lay_out
 from parallel3d.zero.policy import COPIED_NUMEL, STAGED_BYTES, OptimizerOffload, ZeroPolicy
+from parallel3d.zero.transient import buffer_sizes
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,11 @@ def predict_state(
     moments: elements of optimizer state per element, 2 for Adam. With bf16 weights and fp32 accumulators, d replicas and
     P parameters that is 2P + 4P + 12P/d for stage 1, 2P + 16P/d for stage 2 with a reduction per micro-batch, and 18P/d for
     stage 3 with one, without the weights that are gathered at a time: these depend on the program (lifetimes.peak_live).
-    early: the parameters that get gradients in a BACKWARD_INPUT; their buckets stay filling until the BACKWARD_WEIGHT.
+    early: the parameters that get gradients in a BACKWARD_INPUT, see buffer_sizes.
     frozen: parameters that are not trained, of which shards in host memory count.
     """
     total: Counter[str] = Counter()
-    passing: dict[torch.dtype, list[tuple[int, bool]]] = {}  # buckets whose gradients pass through a buffer
+    passing: dict[torch.dtype, list[BucketLayout]] = {}  # buckets whose gradients pass through a buffer
     offloaded: list[BucketLayout] = []
     longest = 0
     for layout in _layouts(parameters, policy, data_size):
@@ -99,10 +100,10 @@ def predict_state(
                 total["update"] += each
                 longest = max(longest, COPIED_NUMEL * master.itemsize, _largest_piece(layout) * master.itemsize)
         if layout.is_transient:
-            is_early = any(info.parameter in early for info in layout.infos)
-            passing.setdefault(accumulator, []).append((padded, is_early))
+            passing.setdefault(accumulator, []).append(layout)
     total["update"] = min(total["update"], longest)
-    total["transient"] = sum(_buffers(sizes) * dtype.itemsize for dtype, sizes in passing.items())
+    for dtype, layouts in passing.items():
+        total["transient"] += sum(buffer_sizes(layouts, policy.whole_layers, early)) * dtype.itemsize
     state = StateBytes(**total) + _window(offloaded, policy.offload, moments)
     return state if policy.weight_offload is None else state + predict_shards(parameters, frozen, policy, data_size)
 
@@ -187,13 +188,6 @@ def unit_sizes(
                 more = numel, nbytes, host, host * layout.weights_on_disk
                 sizes[unit] = UnitSize(*map(add, sizes.get(unit, (0, 0, 0, 0)), more))
     return sizes
-
-
-def _buffers(buckets: Sequence[tuple[int, bool]]) -> int:
-    """Return the elements of the TransientBuffers for buckets of these sizes: one for each that fills at once, at least two."""
-    early = sum(is_early for _, is_early in buckets)
-    count = max(2, early + (early < len(buckets)))
-    return count * max(numel for numel, _ in buckets)
 
 
 def update_traffic(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int, moments: int = 2) -> int:

@@ -94,8 +94,9 @@ class ZeroPolicy:
     in every micro-batch's backward, so that unsharded gradients are never held; fused_from: whole backwards of linears with at
     least this number of multiply-adds add weight gradients to the accumulators past autograd, which would write, read and add
     them once more, None if none does; largest_whole: with stage 3, weights of units of at most this number of elements are
-    whole on every rank; peer_copies: whether the others are gathered by copies, where devices have them; offload: how optimizer
-    state is kept on the host, if it is; weight_offload: likewise of the weights' shards.
+    whole on every rank; peer_copies: whether the others are gathered by copies, where devices have them; whole_layers: whether
+    the gradients of a layer come all at once, as a compiled one gives them; offload: how optimizer state is kept on the host,
+    if it is; weight_offload: likewise of the weights' shards.
     """
 
     stage: int
@@ -107,6 +108,7 @@ class ZeroPolicy:
     fused_from: int | None = None
     largest_whole: int = 0
     peer_copies: bool = False
+    whole_layers: bool = False
     offload: OptimizerOffload | None = None
     weight_offload: WeightOffload | None = None
 
@@ -159,6 +161,7 @@ def make_policy(
         fused_from=None if weight_dtype is None else _WORTH_FUSING if by_autograd else 0,
         largest_whole=zero.stage3_param_persistence_threshold,
         peer_copies=zero.peer_copies,
+        whole_layers=config.compile.enabled,
         offload=_offload(zero, config.aio),
         weight_offload=_weight_offload(zero, config.aio, shard_numel),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.autograd.sink import Accumulator, GradientSink
-from parallel3d.comm.collectives import DONE, Awaited, Group, Work, all_reduce, reduce_scatter_into
+from parallel3d.comm.collectives import Awaited, Group, Work, all_reduce, reduce_scatter_into
 from parallel3d.errors import ConfigError, ExecutionError
 from parallel3d.parameters import ParameterInfo
 from parallel3d.schedule.instructions import Instruction
@@ -21,6 +20,7 @@ from parallel3d.zero.buckets import ON_DEVICE, Bucket, ShardHomes, make_buckets
 from parallel3d.zero.layout import by_owners
 from parallel3d.zero.memory import StateBytes, bytes_of
 from parallel3d.zero.policy import ZeroPolicy
+from parallel3d.zero.transient import TransientBuffers, buffer_sizes
 
 
 @dataclass
@@ -38,47 +38,6 @@ class _Reduction:
             self.work.wait()
             if self.finish is not None:
                 self.finish()
-
-
-class TransientBuffers:
-    """Flat buffers that gradients pass through, reused as soon as the reduction that reads them is done.
-
-    Each has the size of the largest bucket. Two suffice where gradients arrive bucket by bucket: one fills while the other
-    is reduced.
-    """
-
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device):
-        self._numel, self._dtype, self._device = numel, dtype, device
-        self._filling: dict[Bucket, Tensor] = {}
-        self._leaving: deque[tuple[Tensor, _Reduction]] = deque()
-
-    def buffer_of(self, bucket: Bucket) -> Tensor:
-        """Return the buffer that the bucket's gradients go to now, [numel], to be overwritten at first.
-
-        Where all are in use, it waits for the oldest reduction rather than allocate a third.
-        """
-        if (buffer := self._filling.get(bucket)) is not None:
-            return buffer
-        if self._leaving and len(self._leaving) + len(self._filling) >= 2:
-            buffer, reduction = self._leaving.popleft()
-            reduction.wait()
-        else:
-            buffer = torch.empty(self._numel, dtype=self._dtype, device=self._device)
-        self._filling[bucket] = buffer
-        return buffer
-
-    def release(self, bucket: Bucket, reduction: _Reduction) -> None:
-        """Give back the bucket's buffer, which `reduction` still reads."""
-        self._leaving.append((self._filling.pop(bucket), reduction))
-
-    def release_all(self) -> None:
-        """Give back the buffers that a failed batch has left in use."""
-        for bucket in list(self._filling):
-            self.release(bucket, _Reduction(DONE))
-
-    def nbytes(self) -> int:
-        """Return the bytes held now, filling buffers included."""
-        return (len(self._leaving) + len(self._filling)) * self._numel * self._dtype.itemsize
 
 
 class GradientReducer:
@@ -135,8 +94,8 @@ class GradientReducer:
         """
         transient = [b for b in self.all_buckets() if b.gradients is None]
         for dtype in {b.gradient_dtype for b in transient}:
-            numel = max(b.numel for b in transient if b.gradient_dtype == dtype)
-            self._transient[dtype] = TransientBuffers(numel, dtype, transient[0].device)
+            sizes = buffer_sizes((b for b in transient if b.gradient_dtype == dtype), self._policy.whole_layers)
+            self._transient[dtype] = TransientBuffers(sizes, dtype, transient[0].device)
         for bucket in self.all_buckets():
             for k, info in enumerate(bucket.infos):
                 accumulator: Accumulator = partial(self._transient_view, bucket, k)
@@ -220,12 +179,12 @@ class GradientReducer:
             before.wait()
         flat, transient = bucket.gradients, bucket.gradients is None
         if flat is None:
-            flat = self._transient[bucket.gradient_dtype].buffer_of(bucket)[: bucket.numel]
+            flat = self._transient[bucket.gradient_dtype].buffer_of(bucket)
         if not bucket.autograd_adds:
             bucket.clear_all_but(flat, self.sink.collect(bucket.parameters, keep=not transient))
         reduction = self._reductions[bucket] = self._reduce(bucket, flat, accumulate=transient)
         if transient:
-            self._transient[bucket.gradient_dtype].release(bucket, reduction)
+            self._transient[bucket.gradient_dtype].release(bucket, reduction.wait)
 
     def _reduce(self, bucket: Bucket, flat: Tensor, accumulate: bool) -> _Reduction:
         """Sum `flat` over data parallelism into the bucket's shard, and add the shard's contents if `accumulate`."""

@@ -172,6 +172,25 @@ def test_compiled_blocks_train_bitwise_as_plain_ones(
             torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
 
 
+def buffers_of_gradients(compiled: bool) -> tuple[int, int]:
+    """Bytes that gradients pass through in a step, predicted and measured."""
+    engine = make_engine(
+        toy.model(tied=False),
+        accumulation=ACCUMULATION,
+        zero_optimization={"stage": 2, "reduce_per_micro_batch": True, "reduce_bucket_size": 100},
+        compile=COMPILE if compiled else {},
+    )
+    engine.train_batch(own_iterator(engine, [toy.micro_batch(k) for k in range(2 * ACCUMULATION)]))
+    return engine.reports.memory_report()[0]["transient"]
+
+
+def test_a_compiled_layers_buckets_fill_at_once(run_ranks):
+    eager, compiled = (run_ranks(2, buffers_of_gradients, compiled) for compiled in (False, True))
+    for predicted, measured in (*eager, *compiled):
+        assert predicted == measured
+    assert compiled[0] > eager[0]
+
+
 class Breaking(nn.Module):
     """Asks the host for a number."""
 

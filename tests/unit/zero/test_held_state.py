@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from parallel3d.comm.collectives import Group
@@ -14,7 +17,7 @@ from parallel3d.zero.buckets import Bucket, make_buckets
 from parallel3d.zero.memory import MOMENTS, moments_of
 from parallel3d.zero.optimizer import ShardedOptimizer
 from parallel3d.zero.policy import ZeroPolicy
-from parallel3d.zero.reducer import TransientBuffers, _Reduction
+from parallel3d.zero.transient import TransientBuffers, buffer_sizes
 
 SETTINGS: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in sorted(MOMENTS.keys() - {"Lion"})] + [
     ("Adam", {"amsgrad": True}),
@@ -67,16 +70,58 @@ def buckets(count: int) -> tuple[list[Bucket], list[nn.Parameter]]:
     return make_buckets(infos, ZeroPolicy(2, 10, torch.float32), Group((0, 1), None), 0), parameters
 
 
-def test_two_buffers_take_the_gradients_of_any_number_of_buckets() -> None:
+def test_buckets_that_come_one_by_one_take_two_buffers() -> None:
     first, second, third = buckets(3)[0]
-    buffers, work = TransientBuffers(10, torch.float32, torch.device("cpu")), Recorded()
+    sizes = buffer_sizes([first, second, third], whole_layers=False)
+    assert sizes == [64, 64]
+    buffers, work = TransientBuffers(sizes, torch.float32, torch.device("cpu")), Recorded()
     assert buffers.nbytes() == 0
     one = buffers.buffer_of(first)
-    assert (one.shape, buffers.nbytes()) == ((10,), 40)
-    assert buffers.buffer_of(first) is one
-    buffers.release(first, _Reduction(work))
-    assert (buffers.buffer_of(second) is not one, work.waits, buffers.nbytes()) == (True, 0, 80)
-    assert (buffers.buffer_of(third) is one, work.waits, buffers.nbytes()) == (True, 1, 80)
+    assert (one.shape, buffers.nbytes()) == ((64,), 256)
+    assert buffers.buffer_of(first).data_ptr() == one.data_ptr()
+    buffers.release(first, work.wait)
+    other = buffers.buffer_of(second)
+    assert (other.data_ptr() != one.data_ptr(), work.waits, buffers.nbytes()) == (True, 0, 512)
+    assert (buffers.buffer_of(third).data_ptr(), work.waits, buffers.nbytes()) == (one.data_ptr(), 1, 512)
+
+
+@dataclass(eq=False)
+class Gradients:
+    """A bucket, as its gradients pass through a buffer."""
+
+    numel: int
+    unit: int
+    held: Tensor | None = None  # the buffer, and what was written there
+
+    @property
+    def infos(self) -> list[ParameterInfo]:
+        return [ParameterInfo("weight", nn.Parameter(torch.empty(0)), (0,), self.unit)]
+
+    def wait(self) -> None:
+        """The reduction is over: it has read what was written, and the buffer is free."""
+        assert self.held is not None
+        assert (self.held == self.unit).all()
+        self.held = None
+
+
+@given(layers=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=1, max_size=5), draw=st.data())
+def test_all_buckets_of_a_layer_fill_at_once_while_those_before_are_reduced(
+    layers: list[list[int]], draw: st.DataObject
+) -> None:
+    units = [[Gradients(numel, unit) for numel in sizes] for unit, sizes in enumerate(layers)]
+    sizes = buffer_sizes([bucket for unit in units for bucket in unit], whole_layers=True)
+    # The bound is that of any way to reuse buffers: each layer's own, and the largest.
+    assert sum(sizes) >= max(map(sum, layers)) + max(map(max, layers))
+    buffers = TransientBuffers(sizes, torch.float32, torch.device("cpu"))
+    for unit in units:
+        for bucket in draw.draw(st.permutations(unit)):
+            bucket.held = buffers.buffer_of(bucket)
+            bucket.held.fill_(bucket.unit)
+        for bucket in draw.draw(st.permutations(unit)):
+            buffers.release(bucket, bucket.wait)
+        assert buffers.nbytes() <= 4 * sum(sizes)
+    alike = buffer_sizes([Gradients(numel, unit) for numel in layers[0] for unit in range(3)], whole_layers=True)
+    assert sum(alike) == sum(layers[0]) + max(layers[0])
 
 
 def test_weights_that_were_not_used_are_gathered_before_they_are_updated_again(monkeypatch: pytest.MonkeyPatch) -> None:
