@@ -257,7 +257,6 @@ def test_markdown_table_replaces_its_section_alone():
 
 # Sections that show some cases of a run only: newer runs replace the others, or other sections show them.
 SHOWN = {
-    "final-dp4": ["dp4-zero1-bf16acc-compile-cudnn", "ds-dp4-zero1"],
     "1b-eager": ["pp1-bf16acc-cudnn", "plain-pp1-cudnn"],
     "pp2dp2-zero3": ["pp2dp2-zero2-bf16acc-compile-cudnn", "pp2dp2-zero3-bf16acc-compile-cudnn"],
     "pp4-fp8": ["pp4-auto4-compile-cudnn-half-profile-bf16acc-fp8"],
@@ -265,7 +264,7 @@ SHOWN = {
 # Sections without peers, and the case that they compare with.
 BASELINES = {
     "pp2dp2-zero3": "pp2dp2-zero2-bf16acc-compile-cudnn",
-    "dp4-zero3-copies": "dp4-zero2-bf16acc-permicro-compile-cudnn",
+    "dp4-zero3-buffers": "dp4-zero2-bf16acc-permicro-compile-cudnn",
 }
 
 
