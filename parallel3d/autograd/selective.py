@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -159,17 +160,15 @@ def kept(what: str, compute: Callable[[], Sequence[Tensor]], saves: int) -> tupl
 
 def selective_contexts(keeps_attention: bool) -> Callable[[], Contexts]:
     """Return `context_fn` of torch.utils.checkpoint.checkpoint: it makes contexts for a region's forward and recomputation."""
-    # Asked here, not in the functions: PyTorch 2.11 calls them where torch.compiler.is_compiling() returns False again.
-    make = _contexts_in_graph if torch.compiler.is_compiling() else _eager_contexts
-    return partial(make, keeps_attention)
+    # Asked here, not in the function: PyTorch 2.11 calls it where torch.compiler.is_compiling() returns False again.
+    return partial(_contexts, keeps_attention, torch.compiler.is_compiling())
 
 
-def _contexts_in_graph(keeps_attention: bool) -> Contexts:
-    contexts: Contexts = create_selective_checkpoint_contexts(partial(_choice_in_graph, keeps_attention))
-    return contexts
-
-
-def _eager_contexts(keeps_attention: bool) -> Contexts:
+def _contexts(keeps_attention: bool, is_compiling: bool) -> Contexts:
+    # A region in which a graph breaks is left to eager execution, where no tensor is a fake one.
+    if is_compiling and detect_fake_mode() is not None:
+        contexts: Contexts = create_selective_checkpoint_contexts(partial(_choice_in_graph, keeps_attention))
+        return contexts
     region = _Region()
     return _Operators(region, keeps_attention, False), _Operators(region, keeps_attention, True)
 

@@ -26,7 +26,7 @@ import parallel3d
 from parallel3d.cli import main
 from parallel3d.models import DecoderConfig, causal_lm_loss, decoder
 from parallel3d.models.loss import CausalLMLoss
-from parallel3d.pipe import PipelineModule
+from parallel3d.pipe import LayerSpec, PipelineModule
 
 # Traces forward and backward as inductor does, without the minute that making kernels takes.
 COMPILE = {"enabled": True, "backend": "aot_eager"}
@@ -201,6 +201,35 @@ class Breaking(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.inner(x).relu()
         return y * y.sum().item()
+
+
+class BreakingDropout(Breaking):
+    """Its mask is drawn in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.dropout(self.inner(x), 0.5, self.training))
+
+
+def gradients_with(policy: str) -> list[Tensor]:
+    config = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "compile": COMPILE,
+        "activation_checkpointing": {"policy": policy},
+    }
+    layers = [LayerSpec(BreakingDropout), LayerSpec(BreakingDropout)]
+    model = PipelineModule(layers, num_stages=1, loss_fn=nn.MSELoss())
+    engine, *_ = parallel3d.initialize(model=model, config=config)
+    before = [p.detach().clone() for p in model.parameters()]
+    engine.train_batch(iter([(torch.ones(2, 4), torch.zeros(2, 4))]))
+    return [p.detach() - old for p, old in zip(model.parameters(), before, strict=True)]
+
+
+def test_a_region_of_a_graph_that_breaks_is_recomputed(run_ranks):
+    runs = {policy: run_ranks(1, gradients_with, policy)[0] for policy in ("none", "cheap", "full")}
+    assert any(change.any() for change in runs["none"])
+    for policy in ("cheap", "full"):
+        assert all(map(torch.equal, runs[policy], runs["none"])), policy
 
 
 def compile_plainly(config: dict[str, Any]) -> str:
