@@ -361,7 +361,8 @@ class _InGraph(torch.autograd.Function):
         for value, scale, bias in zip(values, scales, biases, strict=True):
             y = multiply(_made(rows), Scaled(value, scale), x.dtype)
             y = y if bias is None else y + bias
-            outputs.append(y.view(*x.shape[:-1], -1))
+            # No view: torch refuses to change in place a view that an autograd function returns.
+            outputs.append(torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[1]]))
         return tuple(outputs)
 
     @staticmethod

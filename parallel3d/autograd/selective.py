@@ -153,9 +153,14 @@ def kept(what: str, compute: Callable[[], Sequence[Tensor]], saves: int) -> tupl
     """
     operators = next((mode for mode in _get_current_dispatch_mode_stack()[::-1] if isinstance(mode, _Operators)), None)
     if operators is None:
-        return tuple(compute())
-    results: tuple[Tensor, ...] = operators.run(what, lambda: tuple(compute()), saves)
+        return tuple(map(changeable, compute()))
+    results: tuple[Tensor, ...] = operators.run(what, lambda: tuple(map(changeable, compute())), saves)
     return results
+
+
+def changeable(result: Tensor) -> Tensor:
+    """Return the result of an autograd function such that it may be changed in place, which torch refuses for views."""
+    return result.data if result._is_view() else result
 
 
 def selective_contexts(keeps_attention: bool) -> Callable[[], Contexts]:

@@ -20,7 +20,7 @@ from parallel3d.autograd import in_graph
 from parallel3d.autograd.in_graph import Port, is_in_graph, open_together
 from parallel3d.autograd.products import NO_BOUNDARY, Pair, RegionBoundary, backward_of_linears, rows_of
 from parallel3d.autograd.recipes import Product, Recipe, RowSum, Scatter
-from parallel3d.autograd.selective import kept
+from parallel3d.autograd.selective import changeable, kept
 from parallel3d.autograd.sink import GradientSink
 from parallel3d.fake_device import on_cuda
 
@@ -91,7 +91,7 @@ class SplitLinear(torch.autograd.Function):
         saved = x if needs_weight else None, weight if needs_x else None
         ctx.save_for_backward(*saved)
         if not torch._C._len_torch_dispatch_stack():
-            return F.linear(x, weight, bias)
+            return changeable(F.linear(x, weight, bias))
         return kept("column products", lambda: [F.linear(x, weight, bias)], _number(saved))[0]
 
     @staticmethod
@@ -155,7 +155,7 @@ class SplitEmbedding(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.sink, ctx.weight, ctx.padding_idx = sink, weight, padding_idx
         ctx.save_for_backward(indices)
-        return F.embedding(indices, weight)
+        return changeable(F.embedding(indices, weight))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -234,6 +234,17 @@ CASES = {
         x(2, 3),
         "b",
     ),
+    "results changed in place": Case(
+        lambda: Apply(
+            lambda m, ids: m.b(m.a(m.embed(ids).add_(m.scale)).sigmoid_()).mul_(2),
+            embed=nn.Embedding(WORDS, WIDTH),
+            scale=nn.Parameter(torch.randn(WIDTH)),
+            a=linear(),
+            b=linear(False),
+        ),
+        lambda: odd_indices(2, 3),
+        "embed a b",
+    ),
     "unused layer": Case(lambda: Apply(lambda m, x: m.a(x), a=linear(), unused=linear()), x(2), "a"),
     "gradient that is None": Case(
         lambda: Apply(lambda m, x: First.apply(m.a(x), m.b(x)), a=linear(), b=linear()), x(2), "a"
