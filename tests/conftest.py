@@ -26,6 +26,11 @@ os.environ |= {"TORCHINDUCTOR_VEC_ISA_OK": "0", "TORCHINDUCTOR_COMPILE_THREADS":
 # For throughput: a woken process preempts no other. A rank that is preempted while it holds the lock of a gloo connection
 # lets gloo's thread of that rank poll the connection in a loop until it runs again.
 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+# For tests/gpu, and set here as the fork server's processes have the environment of its start. cuBLAS reads the first when a
+# process first multiplies, for deterministic algorithms. Without the second, the compiler may choose other kernels by their
+# times in a run that is to have the same bits.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
 gc.disable()  # until the tests are collected: what is imported, a million objects, stays
 
 if TYPE_CHECKING:

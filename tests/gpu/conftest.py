@@ -12,10 +12,6 @@ from ranks import RankPools
 
 from parallel3d.kernels.cuda_library import build, find_library, find_nvcc
 
-# For deterministic algorithms; cuBLAS reads it when a worker first multiplies.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-# Of two runs that are to have the same bits, the compiler may choose other kernels by their times.
-os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
 os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # as init_distributed sets it
 
 
