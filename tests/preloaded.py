@@ -17,4 +17,4 @@ for name in names:
 with suppress(ImportError):  # a killed rank would leave behind the semaphore of tqdm's own lock
     importlib.import_module("tqdm").tqdm.set_lock(RLock())
 layouts.all_pairs()  # which are kept, and which each of xdist's workers asks for
-layouts3d.cover()
+layouts3d.cover(max_ranks=8)
