@@ -30,6 +30,8 @@ _T = TypeVar("_T")
 _MOST_BYTES, _MOST_HJSON, _MOST_YAML = 2**25, 2**16, 2**18
 _MOST_VALUES, _DEEPEST, _MOST_BITS = 200_000, 100, 1023
 MOST_LISTED = 100  # problems in one message
+# pydantic's type of a problem -> what to give, in the words of a file.
+_WANTED = {"tuple_type": "a list", "model_type": "a mapping of keys to values"}
 
 
 def read_mapping(path: Path, parse: Callable[[str, Path], object] | None = None) -> Mapping[str, Any]:
@@ -40,10 +42,10 @@ def read_mapping(path: Path, parse: Callable[[str, Path], object] | None = None)
     text = _read_text(path)
     content = (parse or (parse_yaml if path.suffix.lower() in YAML_SUFFIXES else parse_hjson))(text, path)
     if not text.strip() or content is None:
-        raise ConfigError(f"{path} is empty; write the configuration as one mapping of keys to values")
+        raise ConfigError(f"{path} is empty; write one mapping of keys to values")
     if not isinstance(content, Mapping):
         kind = type(content).__name__
-        raise ConfigError(f"{path} holds a {kind}; write the configuration as one mapping of keys to values")
+        raise ConfigError(f"{path} holds a {kind}; write one mapping of keys to values")
     return content
 
 
@@ -71,15 +73,14 @@ def _read_text(path: Path) -> str:
         with suppress(OSError):
             siblings = [entry.name for entry in islice(path.parent.iterdir(), 1000)]
         raise ConfigError(
-            f"no configuration file {path} (working directory {Path.cwd()}); correct the path."
-            + nearest(path.name, siblings)
+            f"no file {path} (working directory {Path.cwd()}); correct the path." + nearest(path.name, siblings)
         ) from None
     except OSError as error:
         raise ConfigError(f"can't read {path} ({error.strerror}); give the path of a JSON or YAML file") from None
     except ValueError as error:  # no path can have such characters
         raise ConfigError(f"can't read {str(path)!r} ({error}); give the path of a JSON or YAML file") from None
     if len(content) > _MOST_BYTES:
-        raise ConfigError(f"{path} has more than {_MOST_BYTES} bytes; give the path of a configuration")
+        raise ConfigError(f"{path} has more than {_MOST_BYTES} bytes; give the path of a smaller file")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -136,6 +137,7 @@ def explain(error: ValidationError) -> str:
         if kind == "missing":
             problem_text = "is missing; give it"
         elif kind != "value_error":
+            problem_text = f"give {_WANTED[kind]}" if kind in _WANTED else problem_text
             problem_text = f"{problem_text}, not {reprlib.repr(problem['input'])}"
         problems.append(f"{where}: {problem_text}" if where else problem_text)
     count = error.error_count()

@@ -136,7 +136,7 @@ def _leaves(tree, path):
     [
         ([], "give a configuration file and --world N"),
         (["c.json"], "give a configuration file and --world N"),
-        (["no.json", "--world", "1"], "no configuration file no.json"),
+        (["no.json", "--world", "1"], "no file no.json"),
         (
             ["c.json", "--world", "1", "--auto", "lr"],
             "--auto is 'lr'; give KEY=VALUE, such as optimizer.params.lr=1e-4",

@@ -251,7 +251,7 @@ def test_a_file_that_asks_for_too_much_is_told_with_the_place(tmp_path, name, te
 
 def test_a_missing_file_is_named_with_the_nearest_in_its_folder(tmp_path):
     write(tmp_path / "ds_config.json", "{}")
-    with pytest.raises(ConfigError, match=r"no configuration file .*ds_confg.json.*Did you mean 'ds_config.json'"):
+    with pytest.raises(ConfigError, match=r"no file .*ds_confg.json.*Did you mean 'ds_config.json'"):
         load(tmp_path / "ds_confg.json")
     with pytest.raises(ConfigError, match="working directory"):
         load(tmp_path / "no" / "such" / "folder.json")
@@ -395,10 +395,10 @@ def test_what_takes_more_memory_than_asked_for_warns_of_it(zero, parts):
 
 
 def test_what_merely_looks_like_base64_is_a_path():
-    with pytest.raises(ConfigError, match="no configuration file config"):
+    with pytest.raises(ConfigError, match="no file config"):
         load("config")
     encoded_list = base64.b64encode(b"[1, 2]").decode()
-    with pytest.raises(ConfigError, match="no configuration file"):
+    with pytest.raises(ConfigError, match="no file"):
         load(encoded_list)
 
 
