@@ -217,6 +217,7 @@ def test_islands_are_what_fast_pairs_join(case):
         ("NVIDIA A100-SXM4-80GB", "A100"),
         ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
         ("NVIDIA A100 80GB PCIe", "A100-PCIe"),
+        ("NVIDIA A100-PCIE-40GB", "A100-PCIe-40GB"),
         ("NVIDIA L40S", "L40S"),
         ("Unheard Of", None),
     ],
