@@ -193,7 +193,7 @@ class _TakesNone(torch.optim.Optimizer):
 def _build(
     name: str, parameters: Parameters, params: Mapping[str, Any], variant: Callable[[type], type]
 ) -> torch.optim.Optimizer:
-    cls = _class_of(name)
+    cls = class_of(name)
     params = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
     implied = _IMPLIED.get(cls, {})
     own = [*implied]  # names of params that are DeepSpeed's alone
@@ -212,14 +212,15 @@ def _build(
     if not chosen and _has_fused_kernel(cls, tensors) and not is_dampened:
         params["fused"] = True  # one pass over memory
     if cls is torch.optim.Muon:
-        _check_matrices(tensors)
+        check_matrices(tensors)
     optimizer: torch.optim.Optimizer = call(variant(cls), groups, params, f"optimizer.params of {name}", own, _REMEDIES)
     if cls is torch.optim.SGD:
         optimizer.register_step_pre_hook(_start_momentum)
     return optimizer
 
 
-def _class_of(name: str) -> type[torch.optim.Optimizer]:
+def class_of(name: str) -> type[torch.optim.Optimizer]:
+    """Return the class that a name of the configuration stands for. Raises ConfigError."""
     key = name.lower()
     if key in _UNUSABLE:
         raise ConfigError(f"optimizer.type {name!r} {_UNUSABLE[key]}")
@@ -291,7 +292,8 @@ def _start_momentum(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) ->
                 optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 
-def _check_matrices(tensors: Sequence[Tensor]) -> None:
+def check_matrices(tensors: Iterable[Tensor]) -> None:
+    """Raise ConfigError for a tensor that Muon can't update."""
     other = next((t for t in tensors if t.dim() != 2), None)
     if other is not None:
         raise ConfigError(

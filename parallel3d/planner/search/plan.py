@@ -9,6 +9,7 @@ from itertools import product
 from operator import attrgetter
 
 import numpy as np
+import torch
 
 from parallel3d.config import SELECTIVE, Config, SelectivePolicy, load
 from parallel3d.config.layout import Layout, PartialLayout, configuration, given_section
@@ -17,7 +18,7 @@ from parallel3d.costs.model_traces import Slicing
 from parallel3d.costs.operators import step_flops
 from parallel3d.costs.profilers import LayerCost
 from parallel3d.errors import ConfigError
-from parallel3d.optim.optimizers import empty_optimizer
+from parallel3d.optim.optimizers import check_matrices, class_of, empty_optimizer
 from parallel3d.planner import rare_collections
 from parallel3d.planner.calibrate.calibration import Calibration
 from parallel3d.planner.cluster.cluster import Cluster
@@ -86,6 +87,10 @@ class Planner:
         self.profile: ModelProfile = known or profile_of(model, cluster, config)
         if question.process is not None and known is None:
             self._trace_in(question.process)
+        if (
+            config.optimizer is not None and class_of(config.optimizer.type) is torch.optim.Muon
+        ):  # as the engine refuses it
+            check_matrices(p for layer in self.profile.layers() for _, p in layer.parameters)
         self.network = Network(question.calibration.correct_cluster(cluster))
         self.predictor = Predictor(model, self.profile, self.network, question.calibration, question.measured)
 

@@ -377,7 +377,14 @@ def test_impossible_questions_get_an_error(count: int, batch: int, fixed: str | 
 def test_optimizers_of_whole_tensors_are_planned_without_shards(name: str, moments: int) -> None:
     """As the engine refuses shards for them; and with the state that they keep, not Adam's."""
     config = {"optimizer": {"type": name, "params": {"lr": 1e-3}}}
-    question = Question(load_model("gpt2", 128, config), load_cluster("4xH100"), 16)
+    size = 64
+    layers = [LayerSpec(nn.Linear, size, size, bias=False) for _ in range(4)]
+
+    def samples(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(count, size), torch.zeros(count, size)
+
+    model = PlannedModel("matrices", layers, squared, samples, 1, {**DEFAULTS, **config})
+    question = Question(model, load_cluster("4xH100"), 16)
     planner = Planner(question)
     assert not planner.space.zero.any()
     (memory,) = planner.predictor.predict(Layout(replicas=4, micro_batches=4)).memory
@@ -385,11 +392,18 @@ def test_optimizers_of_whole_tensors_are_planned_without_shards(name: str, momen
     offloaded = {**config, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
     sharded = [
         replace(question, fixed=parse_layout("zero2")),
-        replace(question, model=load_model("gpt2", 128, offloaded)),
+        replace(question, model=replace(model, config={**DEFAULTS, **offloaded})),
     ]
     for refused in sharded:
         with pytest.raises(ConfigError, match=f"{name} works on whole tensors"):
             Planner(refused)
+
+
+def test_muon_is_refused_for_parameters_that_are_no_matrices() -> None:
+    """As the engine refuses it."""
+    model = load_model("gpt2", 128, {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}})
+    with pytest.raises(ConfigError, match=r"'Muon' updates matrices alone, but there is a parameter of shape \[768\]"):
+        Planner(Question(model, load_cluster("4xH100"), 16))
 
 
 def test_fp8_is_refused_for_devices_without_it() -> None:
