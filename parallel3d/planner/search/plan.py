@@ -87,9 +87,8 @@ class Planner:
         self.profile: ModelProfile = known or profile_of(model, cluster, config)
         if question.process is not None and known is None:
             self._trace_in(question.process)
-        if (
-            config.optimizer is not None and class_of(config.optimizer.type) is torch.optim.Muon
-        ):  # as the engine refuses it
+        # As the engine does.
+        if config.optimizer is not None and class_of(config.optimizer.type) is torch.optim.Muon:
             check_matrices(p for layer in self.profile.layers() for _, p in layer.parameters)
         self.network = Network(question.calibration.correct_cluster(cluster))
         self.predictor = Predictor(model, self.profile, self.network, question.calibration, question.measured)
