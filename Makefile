@@ -44,7 +44,7 @@ train: $(PACKAGE)
 
 # Three at a time, as what runs on many processes waits most of the time; neighbours stay together, for what they share.
 test: setup
-	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n 4 --dist worksteal $(ARGS)
 
 # What `make test` would compile in each of its processes at its start: the tests, and what they import. For a fresh checkout.
 compiled: setup
@@ -59,7 +59,7 @@ test-all: setup
 test-versions:
 	$(PYTHON) -m venv --clear build/versions
 	build/versions/bin/pip install -q torch==$(TORCH) -e ".[test]"
-	build/versions/bin/python -m pytest -n 3 --dist worksteal $(ARGS)
+	build/versions/bin/python -m pytest -n 4 --dist worksteal $(ARGS)
 
 # Training on two hosts, which are namespaces of this one: as root, with sshd, mpirun, munge and Slurm; skipped without. And by Ray.
 clusters: $(RAY)
