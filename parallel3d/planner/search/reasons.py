@@ -45,18 +45,9 @@ def _why(evaluated: StepPrediction | OutOfMemory, winner: Prediction | None) -> 
         return _does_not_fit(evaluated.memory)
     if winner is None:
         return "fits"
-    host = evaluated.hosts - winner.breakdown["host"]
-    idle = evaluated.bubble * evaluated.makespan - winner.bubble * (winner.seconds - winner.breakdown["optimizer"])
-    parts = {
-        "bubble": idle - host,
-        "the host's calls": host,
-        "communication that it waits for": evaluated.exposed - winner.exposed_communication,
-        "optimizer": evaluated.optimizer - winner.breakdown["optimizer"],
-    }
-    later = evaluated.seconds - winner.seconds
-    parts["compute"] = later - sum(parts.values())
-    name = max(parts, key=lambda part: parts[part])
-    return f"{later / winner.seconds:.1%} longer: {parts[name] * 1e3:,.3g} ms more of {name}"
+    longer = {part: seconds - winner.breakdown[part] for part, seconds in evaluated.breakdown().items()}
+    name = max(longer, key=lambda part: longer[part])
+    return f"{evaluated.seconds / winner.seconds - 1:.1%} longer: {longer[name] * 1e3:,.3g} ms more of {name}"
 
 
 def _does_not_fit(memory: Sequence[StageMemory]) -> str:
