@@ -208,6 +208,7 @@ def train_layouts(target: str, layouts: Sequence[PartialLayout], settings: Setti
     """Train in the layouts one after the other; write this rank's results of the k-th to `folder`/k.rank. Collective."""
     torch.set_default_dtype(settings.building_dtype)
     for k, layout in enumerate(layouts):
+        torch.compiler.reset()  # what was compiled for other layouts counts for the compiler's limits
         try:
             result = train(load_subject(target, settings.seed), layout, settings)
         except Parallel3DError as error:
