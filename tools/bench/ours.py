@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -348,6 +349,7 @@ def build(args: argparse.Namespace) -> Engine:
 def main() -> None:
     """Train, measure, print."""
     args = parse_arguments()
+    warnings.filterwarnings("error", r"kernels\.")  # what was asked for is measured, or nothing
     start = time.perf_counter()
     engine = build(args)
     replica = engine.grid.get_data_parallel_rank()
