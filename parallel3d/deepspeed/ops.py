@@ -39,8 +39,9 @@ class OptimizerName:
         known = {name: kwargs.pop(name) for name in [*kwargs] if name in self.__signature__.parameters}
         bound = self.__signature__.bind(*args, **known).arguments
         parameters, given = bound.pop(next(iter(bound))), bound | kwargs
-        if "adamw_mode" in given:
-            given["adam_w_mode"] = given.pop("adamw_mode")  # the name of the configuration's key
+        mode = given.pop("adamw_mode", None)  # accelerate passes it to each optimizer
+        if mode is not None and self._kind == "Adam":
+            given["adam_w_mode"] = mode  # the name of the configuration's key
         return build_optimizer(self._kind, parameters, given)
 
     def __reduce__(self) -> str:

@@ -64,6 +64,7 @@ def test_names_in_any_case_make_their_class(name: str, params: dict[str, Any], c
         (FusedAdam, {"set_grad_none": False, "weight_decay": 0.1, "eps": 1e-3}, torch.optim.AdamW,
          {"weight_decay": 0.1, "eps": 1e-3}),
         (FusedAdam, {"adam_w_mode": False, "weight_decay": 0.1}, torch.optim.Adam, {"weight_decay": 0.1}),
+        (DeepSpeedCPUAdagrad, {"adamw_mode": False}, torch.optim.Adagrad, {}),  # as accelerate calls it
         (DeepSpeedCPUAdagrad, {"eps": 1e-3, "weight_decay": 0.1}, torch.optim.Adagrad, {"eps": 1e-3, "weight_decay": 0.1}),
         (DeepSpeedCPULion, {"weight_decay": 0.1}, Lion, {"weight_decay": 0.1}),
         (FusedLion, {"betas": (0.5, 0.6), "set_grad_none": False}, Lion, {"betas": (0.5, 0.6)}),
