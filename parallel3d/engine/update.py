@@ -131,7 +131,7 @@ class WeightUpdate:
             open_kernel=lambda b: open_update_kernels(optimizer, b, groups, model.device, config.kernels),
             storage=self._storage,
             host=self.host_shards,
-            partitions=self.policy.stage > 0,
+            partitions=self.policy.stage > 0 or groups.model.size > 1,
         )
         self.scaler = LossScaler(precision.scaling) if precision.scaling is not None else None
         self._attach_state()

@@ -42,7 +42,7 @@ class ShardedOptimizer:
     the user's handles go on working, and groups can be added. on_gather: called with the owners and the index of each bucket
     whose gather has been launched, and its Work. Raises ConfigError for an optimizer that would compute something else on
     shards, unless allow_untested, and for parameters that aren't the model's. partitions: whether the optimizer must be fit for
-    shards, though a single rank may hold whole tensors.
+    shards, though a single rank may hold whole tensors, or the parameters are tensor slices.
 
     open_kernel: called when the optimizer holds the masters; returns the kernel that steps these buckets, or None.
     storage: where the state of the buckets that are offloaded is kept. offloaded: that state; None if there is none.
@@ -287,14 +287,14 @@ def check_optimizer(optimizer: torch.optim.Optimizer, partitioned: bool, allow_u
     known = ", ".join(cls.__name__ for cls in _ELEMENTWISE)
     if isinstance(optimizer, WHOLE_TENSOR):
         raise ConfigError(
-            f"optimizer {name} works on whole tensors, but a rank has only shards of them; use zero_optimization.stage 0, or "
-            f"Lion or one of {known}"
+            f"optimizer {name} works on whole tensors, but a rank has only shards of them; use zero_optimization.stage 0 and "
+            f"no tensor parallelism, or Lion or one of {known}"
         )
     if not allow_untested:
         raise ConfigError(
             f"optimizer {name} is not known to be elementwise, so shards of tensors may change what it does; use "
-            f"zero_optimization.stage 0, Lion or one of {known}, or, if it is elementwise, give its class the attribute "
-            "elementwise = True or set zero_allow_untested_optimizer to true"
+            f"zero_optimization.stage 0 and no tensor parallelism, Lion or one of {known}, or, if it is elementwise, give its "
+            "class the attribute elementwise = True or set zero_allow_untested_optimizer to true"
         )
     warnings.warn(
         f"optimizer {name} gets shards of tensors, as zero_allow_untested_optimizer wants; unless it is elementwise, the "

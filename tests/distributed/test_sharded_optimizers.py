@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -16,7 +17,9 @@ from reference import Item, Reference
 from torch import Tensor, nn
 
 import parallel3d
-from parallel3d.pipe import PipelineModule
+from parallel3d.errors import ConfigError
+from parallel3d.pipe import LayerSpec, PipelineModule
+from parallel3d.tensor_parallel import ColumnParallelLinear
 
 SIZE, STEPS, ACCUMULATION = 9, 5, 2
 # In float64: what takes signs, or divides by the root of a square, would blow up rounding noise (DESIGN 5).
@@ -136,6 +139,36 @@ def test_an_optimizer_of_whole_tensors_is_torch_with_zero_0(run_ranks, name: str
     items = MATRICES if name == "Muon" else LAYERS
     results = run_ranks(ranks, train, items, name, WHOLE[name], {"stage": 0})
     check([run for run, _ in results], expected(name, ranks), ranks, tolerance=1e-10)
+
+
+def refusal_of_slices(name: str) -> str:
+    """Return the error, or the warning, of tensor slices that an optimizer is to update."""
+    layer = LayerSpec(ColumnParallelLinear, SIZE, 2 * SIZE, bias=False, gather_output=True)
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True}
+    config |= {"pipeline": {"stages": 1}, "tensor_parallel": {"size": 2}}
+    model = PipelineModule([layer], loss_fn=squares, config=config)
+    own = Untested(model.parameters(), lr=0.1) if name == "untested" else None
+    section = {} if own is not None else {"optimizer": {"type": name, "params": {"lr": 0.1}}}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            parallel3d.initialize(model=model, optimizer=own, config={**config, **section})
+        except ConfigError as error:
+            return str(error)
+    return " ".join(str(warning.message) for warning in caught)
+
+
+class Untested(torch.optim.SGD):
+    pass
+
+
+@pytest.mark.parametrize("name", [*WHOLE, "untested", "AdamW"])
+def test_tensor_slices_are_shards_to_an_optimizer(run_ranks, name: str):
+    """Muon's products of matrices and Adafactor's sums over rows and columns differ for a slice."""
+    messages = "".join(run_ranks(2, refusal_of_slices, name))
+    said = {"untested": "unless it is elementwise, the weights now depend on the layout", "AdamW": None}
+    expected = said.get(name, f"optimizer {name} works on whole tensors")
+    assert messages == "" if expected is None else expected in messages
 
 
 LATER = {

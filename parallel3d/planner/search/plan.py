@@ -119,13 +119,10 @@ class Planner:
         space = enumerate_space(count, batch, layers, halves, tensor_ranks, fixed, offloads)
         optimizer = None if given is None else empty_optimizer(given.type, given.params)
         if isinstance(optimizer, WHOLE_TENSOR):
-            if (
-                offloads
-                or zero.offload_optimizer.device not in _ON_DEVICE
-                or (fixed is not None and fixed.decided("zero"))
-            ):
+            whole = space.where((space.zero == 0) & (space.tensor_ranks == 1))
+            if offloads or zero.offload_optimizer.device not in _ON_DEVICE or (len(space) and not len(whole)):
                 check_optimizer(optimizer, partitioned=True)  # as the engine refuses it
-            space = space.where(space.zero == 0)
+            space = whole
         if len(space):
             return space
         if fixed is not None and len(enumerate_space(count, batch, layers, halves, tensor_ranks)):

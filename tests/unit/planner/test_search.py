@@ -387,11 +387,13 @@ def test_optimizers_of_whole_tensors_are_planned_without_shards(name: str, momen
     question = Question(model, load_cluster("4xH100"), 16)
     planner = Planner(question)
     assert not planner.space.zero.any()
+    assert (planner.space.tensor_ranks == 1).all()
     (memory,) = planner.predictor.predict(Layout(replicas=4, micro_batches=4)).memory
     assert memory.parts.get("optimizer", 0) == moments * memory.parts["masters"]
     offloaded = {**config, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
     sharded = [
         replace(question, fixed=parse_layout("zero2")),
+        replace(question, fixed=parse_layout("tp2")),
         replace(question, model=replace(model, config={**DEFAULTS, **offloaded})),
     ]
     for refused in sharded:
