@@ -15,6 +15,7 @@ from parallel3d.comm.collectives import all_gather_into, all_gather_object, broa
 from parallel3d.errors import ConfigError
 from parallel3d.models.huggingface.pipeline import HuggingFacePipeline
 from parallel3d.models.loss import IGNORED, SlicedLogits
+from parallel3d.rng import generator_states, set_generator_states
 
 _Trainer: Any = object
 
@@ -121,10 +122,13 @@ class PipelineTrainer(_Trainer):
         self._micro_batches = []
         model, pipeline = self.model, self.pipeline
         self.model = self.model_wrapped = pipeline
+        states = generator_states(self.args.device)
         try:
             prepared = super()._prepare_for_training(*args, **kwargs)
         finally:
             self.model = model
+        # The engine has gone on to those of a checkpoint. The Trainer does so later: first its samplers draw as they did.
+        set_generator_states(states, self.args.device)
         self.callback_handler.model = model
         return prepared
 

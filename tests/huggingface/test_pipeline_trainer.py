@@ -19,7 +19,16 @@ def case(stages: int, tensor_ranks: int, zero: dict[str, Any], replicas: int = 1
     return configuration(zero, **layout, **options.pop("config", {})), replicas, options
 
 
-PLAIN: dict[str, Case] = {"plain": (None, 1, {"again": True}), "adapters, plain": (None, 1, {"adapts": True})}
+GROUPED = {"train_sampling_strategy": "group_by_length"}  # draws the order from torch's own generator
+PLAIN: dict[str, Case] = {
+    "plain": (None, 1, {"again": True}),
+    "adapters, plain": (None, 1, {"adapts": True}),
+    "grouped plain": (None, 1, {"arguments": GROUPED}),
+}
+ON_ONE: dict[str, Case] = {
+    "grouped": case(1, 1, {"stage": 0}, arguments=GROUPED),
+    "grouped, resumed": case(1, 1, {"stage": 0}, resumes=True, arguments=GROUPED),
+}
 REFUSED = {"label_smoothing_factor": 0.1, "average_tokens_across_devices": False, "auto_find_batch_size": True}
 REFUSING: dict[str, Case] = {"refused": case(1, 1, {"stage": 1}, arguments=REFUSED)}
 ON_TWO: dict[str, Case] = {
@@ -50,7 +59,7 @@ def run(directory: Path) -> dict[str, Any]:
     two = {**REFUSED_ON_TWO, **ON_TWO, "pp2": (None, replicas, options)}
     jobs = (
         (accelerate_launch(directory, config), two, ()),
-        (torchrun(1), {**PLAIN, **REFUSING}, ()),
+        (torchrun(1), {**PLAIN, **ON_ONE, **REFUSING}, ()),
         (torchrun(4), ON_FOUR, ()),
     )
     return {name: found for runs in run_jobs(directory, "pipeline_trainer_runs", *jobs) for name, found in runs.items()}
@@ -66,6 +75,8 @@ def check(directory: Path, runs: dict[str, Any], name: str) -> None:
     plain, file = "plain", "model.safetensors"
     if name.startswith("adapters"):
         plain, file = "adapters, plain", "adapter_model.safetensors"
+    if name.startswith("grouped"):
+        plain = "grouped plain"
     assert len(runs[plain]["loss"]) == len(runs[plain]["grad_norm"]) == STEPS
     for key, values in runs[name].items():
         assert values == pytest.approx(runs[plain][key], rel=1e-5), key
@@ -75,7 +86,7 @@ def check(directory: Path, runs: dict[str, Any], name: str) -> None:
         assert own[key].numpy() == pytest.approx(weight.numpy(), abs=1e-5), key
 
 
-@pytest.mark.parametrize("name", [*ON_TWO, *ON_FOUR])
+@pytest.mark.parametrize("name", [*ON_ONE, *ON_TWO, *ON_FOUR])
 def test_a_training_is_that_of_one_process(found: tuple[Path, dict[str, Any]], name: str):
     check(*found, name)
 
