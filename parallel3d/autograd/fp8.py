@@ -208,7 +208,7 @@ def fp8_linears(
 
 
 class _Linears(torch.autograd.Function):
-    """The function of fp8_linears; the counterpart of SplitLinears and SplitRowLinear.
+    """The function of fp8_linears; the counterpart of SplitLinears.
 
     For the weights' gradients it keeps the transposed input in fp8; or the input as it is, if that is communicated before it
     enters, or if they are not computed in fp8.

@@ -23,6 +23,7 @@ from parallel3d.autograd.products import (
     RegionBoundary,
     backward_of_linears,
     multiply,
+    products_through,
     rows_of,
 )
 from parallel3d.autograd.recipes import Product, Recipe, RowSum, Scatter
@@ -157,14 +158,16 @@ def _boundary(kind: str, group: int, length: int | None) -> RegionBoundary:
 
 
 def _forward_of_linears(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *boundary: Any
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], leaves: bool, *boundary: Any
 ) -> list[Tensor]:
-    return list(_boundary(*boundary).enter_products(x, list(zip(weights, biases, strict=True))))
+    return list(products_through(_boundary(*boundary), leaves, x, list(zip(weights, biases, strict=True))))
 
 
-def _fake_linears(x: Tensor, weights: Sequence[Tensor], biases: Any, *boundary: Any) -> list[Tensor]:
-    entered = _boundary(*boundary).entered(x.shape)
-    return [x.new_empty(*entered[:-1], weight.shape[0]) for weight in weights]
+def _fake_linears(x: Tensor, weights: Sequence[Tensor], biases: Any, leaves: bool, *boundary: Any) -> list[Tensor]:
+    region = _boundary(*boundary)
+    if leaves:
+        return [x.new_empty(*region.left((*x.shape[:-1], weight.shape[0]))) for weight in weights]
+    return [x.new_empty(*region.entered(x.shape)[:-1], weight.shape[0]) for weight in weights]
 
 
 def _gradients_of_linears(
@@ -172,16 +175,18 @@ def _gradients_of_linears(
     x: Tensor,
     weights: Sequence[Tensor],
     numbers: Sequence[Tensor],
+    leaves: bool,
     *boundary: Any,
 ) -> tuple[Tensor, list[Tensor]]:
     ports = [PORTS[int(number)] for number in numbers]
     given = x if any(port.needs_weight for port in ports) else None
 
     def give(k: int, rows: Tensor, entered: Tensor | None) -> None:
-        ports[k].give(None if entered is None else Product(rows, entered), RowSum(rows))
+        # The bias of a layer whose output leaves is added to what has left, and is no part of the layer here.
+        ports[k].give(None if entered is None else Product(rows, entered), None if leaves else RowSum(rows))
 
     hides = not ports[0].sink.is_deferring
-    dx = backward_of_linears(_boundary(*boundary), given, weights, gradients, hides, give)
+    dx = backward_of_linears(_boundary(*boundary), leaves, given, weights, gradients, hides, give)
     return x.new_empty(0) if dx is None else dx, [gradient_of_token(x) for _ in ports]
 
 
@@ -195,26 +200,6 @@ def _give_linears(
     return [gradient_of_token(x) for _ in numbers]
 
 
-def _forward_of_row_linear(x: Tensor, weight: Tensor, *boundary: Any) -> Tensor:
-    return _boundary(*boundary).leave_products([(x, weight.t())])()
-
-
-def _fake_row_linear(x: Tensor, weight: Tensor, *boundary: Any) -> Tensor:
-    return x.new_empty(*_boundary(*boundary).left((*x.shape[:-1], weight.shape[0])))
-
-
-def _gradients_of_row_linear(
-    gradient: Tensor, x: Tensor, weight: Tensor, number: Tensor, needs_x: bool, *boundary: Any
-) -> tuple[Tensor, Tensor]:
-    region, dx = _boundary(*boundary), None
-    if needs_x:
-        entered, dx = region.enter_kept(gradient, weight)
-    else:
-        entered = region.enter(gradient)()
-    PORTS[int(number)].give(Product(rows_of(entered), rows_of(x)))
-    return x.new_empty(0) if dx is None else dx, gradient_of_token(x)
-
-
 def _gradients_of_embedding(
     gradient: Tensor, indices: Tensor, number: Tensor, num_embeddings: int, padding_idx: int
 ) -> Tensor:
@@ -222,7 +207,7 @@ def _gradients_of_embedding(
     return gradient_of_token(gradient)
 
 
-_BOUNDARY = "str kind, int group, SymInt? length"
+_BOUNDARY = "bool leaves, str kind, int group, SymInt? length"
 
 _linears_backward = define(
     "linears_backward",
@@ -247,19 +232,6 @@ _linears = define(
     _forward_of_linears,
     _fake_linears,
 )
-_row_linear_backward = define(
-    "row_linear_backward",
-    f"(Tensor gradient, Tensor x, Tensor weight, Tensor number, bool needs_x, {_BOUNDARY}) -> (Tensor, Tensor)",
-    _gradients_of_row_linear,
-    lambda _, x, weight, number, needs_x, *__: (x.new_empty(x.shape if needs_x else 0), gradient_of_token(x)),
-    has_effects=True,
-)
-_row_linear = define(
-    "row_linear",
-    f"(Tensor x, Tensor weight, {_BOUNDARY}) -> Tensor",
-    _forward_of_row_linear,
-    _fake_row_linear,
-)
 _embedding_backward = define(
     "embedding_backward",
     "(Tensor gradient, Tensor indices, Tensor number, SymInt num_embeddings, int padding_idx) -> Tensor",
@@ -272,7 +244,7 @@ _embedding_backward = define(
 
 
 class _Linears(torch.autograd.Function):
-    """Linear layers, `size` of them. boundary: arguments of operators of their own; None for torch's, without a boundary."""
+    """Linear layers, `size` of them. boundary: `leaves`, and an operator's arguments of the boundary; None without one."""
 
     @staticmethod
     def forward(ctx: Any, boundary: tuple[Any, ...] | None, size: int, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
@@ -295,22 +267,6 @@ class _Linears(torch.autograd.Function):
             dx = multiply(list(zip(gradients, weights, strict=True))) if weights else None
             dtokens = linears_given(gradients, x, numbers, ctx.have_bias)
         return None, None, dx if weights else None, *unused, *unused, *unused, *dtokens[: ctx.num_tokens]
-
-
-class _RowLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, boundary: tuple[Any, ...], x: Tensor, weight: Tensor, token: Tensor, number: Tensor
-    ) -> Tensor:
-        ctx.boundary, ctx.needs_x = boundary, ctx.needs_input_grad[1]
-        ctx.save_for_backward(x, weight, number)
-        y: Tensor = _row_linear(x, weight, *boundary)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dtoken = _row_linear_backward(gradient, *ctx.saved_tensors, ctx.needs_x, *ctx.boundary)
-        return None, dx if ctx.needs_x else None, None, dtoken, None
 
 
 class _Embedding(torch.autograd.Function):
@@ -344,21 +300,15 @@ def tokens_of(ports: Sequence[Port]) -> list[Any]:
     return tokens
 
 
-def linears(ports: Sequence[Port], x: Tensor, pairs: Sequence[Pair], boundary: RegionBoundary) -> Sequence[Tensor]:
+def linears(
+    ports: Sequence[Port], x: Tensor, pairs: Sequence[Pair], boundary: RegionBoundary, leaves: bool
+) -> Sequence[Tensor]:
     """Do the same as split_backward.linears, in a graph."""
     weights, biases = [weight for weight, _ in pairs], [bias for _, bias in pairs]
     numbers = [port.number for port in ports]
-    described = None if boundary is NO_BOUNDARY else boundary.described
+    described = None if boundary is NO_BOUNDARY else (leaves, *boundary.described)
     outputs: Sequence[Tensor] = _Linears.apply(described, len(ports), x, *weights, *biases, *numbers, *tokens_of(ports))
     return outputs
-
-
-def row_linear(port: Port, x: Tensor, weight: Tensor, boundary: RegionBoundary) -> Tensor:
-    """Do the same as split_backward.row_linear, in a graph."""
-    if boundary is NO_BOUNDARY:
-        return linears([port], x, [(weight, None)], boundary)[0]
-    y: Tensor = _RowLinear.apply(boundary.described, x, weight, port.token, port.number)
-    return y
 
 
 def embedding(port: Port, indices: Tensor, weight: Tensor, padding_idx: int) -> Tensor:

@@ -95,16 +95,26 @@ RegionBoundary.kinds["RegionBoundary"] = RegionBoundary
 NO_BOUNDARY = RegionBoundary()
 
 
+def products_through(boundary: RegionBoundary, leaves: bool, x: Tensor, pairs: Sequence[Pair]) -> Sequence[Tensor]:
+    """Return F.linear of x for each pair: x enters through the boundary or, if `leaves`, the output of the one pair leaves."""
+    if not leaves:
+        return boundary.enter_products(x, pairs)
+    ((weight, _),) = pairs
+    return [boundary.leave_products([(x, weight.t())])()]
+
+
 def backward_of_linears(
     boundary: RegionBoundary,
+    leaves: bool,
     x: Tensor | None,
     weights: Sequence[Tensor],
     gradients: Sequence[Tensor | None],
     hides: bool,
     give: Callable[[int, Tensor, Tensor | None], None],
 ) -> Tensor | None:
-    """Return the gradient of the input of linear layers, summed in one buffer and left through the boundary.
+    """Return the gradient of the input of linear layers; of several, it is summed in one buffer.
 
+    - leaves: see products_through. If it is false, the gradient of x leaves; else those of the output enter.
     - x: [..., in], the input before it enters; None if no weight's gradient is needed.
     - weights: [out, in] of each layer; empty if the gradient of x is not needed: then None is returned.
     - gradients: [..., out] of the outputs, not all None.
@@ -112,11 +122,16 @@ def backward_of_linears(
     - give: called for each layer with a gradient with (its index, gradient [rows, out], entered x [rows, in] or None).
     """
     used = [(k, gradient) for k, gradient in enumerate(gradients) if gradient is not None]
+    if leaves:
+        ((_, gradient),) = used
+        entered, dx = boundary.enter_kept(gradient, weights[0]) if weights else (boundary.enter(gradient)(), None)
+        give(0, rows_of(entered), None if x is None else rows_of(x))
+        return dx
     entering = None if x is None else boundary.enter(x)
     leaving = None
     if weights:
         leaving = boundary.leave_products([(gradient, weights[k]) for k, gradient in used], hides and x is not None)
-    entered = None if entering is None else rows_of(entering())
+    entered_x = None if entering is None else rows_of(entering())
     for k, gradient in used:
-        give(k, rows_of(gradient), entered)
+        give(k, rows_of(gradient), entered_x)
     return None if leaving is None else leaving()

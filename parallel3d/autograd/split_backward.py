@@ -18,7 +18,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from parallel3d.autograd import in_graph
 from parallel3d.autograd.in_graph import Port, is_in_graph, open_together
-from parallel3d.autograd.products import NO_BOUNDARY, Pair, RegionBoundary, backward_of_linears, rows_of
+from parallel3d.autograd.products import (
+    NO_BOUNDARY,
+    Pair,
+    RegionBoundary,
+    backward_of_linears,
+    products_through,
+    rows_of,
+)
 from parallel3d.autograd.recipes import Product, Recipe, RowSum, Scatter
 from parallel3d.autograd.selective import changeable, kept
 from parallel3d.autograd.sink import GradientSink
@@ -30,7 +37,7 @@ def _number(tensors: Sequence[Tensor | None]) -> int:
 
 
 class SplitLinears(torch.autograd.Function):
-    """F.linear of one input, which enters through a boundary, for one or several weights.
+    """F.linear of one input, which enters through a boundary, for one or several weights; or of one weight, and y leaves.
 
     x: input of the boundary, which enters as [..., in]; parameters: weight [out, in] and bias ([out] or None) of each linear.
     Returns [..., out] of each. The gradient of x is summed in one buffer. It leaves while the weight gradients are computed or,
@@ -39,17 +46,23 @@ class SplitLinears(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, sinks: Sequence[GradientSink], boundary: RegionBoundary, x: Tensor, *parameters: Tensor | None
+        ctx: Any,
+        sinks: Sequence[GradientSink],
+        boundary: RegionBoundary,
+        leaves: bool,
+        x: Tensor,
+        *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        """Run the forward of the layers. sinks: one for each."""
+        """Run the forward of the layers. sinks: one for each; leaves: see products_through."""
         ctx.set_materialize_grads(False)
-        ctx.sinks, ctx.boundary, ctx.parameters = sinks, boundary, parameters
-        _, _, needs_x, *needs = ctx.needs_input_grad
+        ctx.sinks, ctx.boundary, ctx.leaves, ctx.parameters = sinks, boundary, leaves, parameters
+        _, _, _, needs_x, *needs = ctx.needs_input_grad
         weights: Any = parameters[::2]
         saved = (x if any(needs[::2]) else None, *(weights if needs_x else ()))
         ctx.save_for_backward(*saved)
         pairs = list(zip(weights, parameters[1::2], strict=True))
-        return kept("column products", lambda: boundary.enter_products(x, pairs), _number(saved))
+        what = "row products" if leaves else "column products"
+        return kept(what, lambda: products_through(boundary, leaves, x, pairs), _number(saved))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
@@ -57,11 +70,11 @@ class SplitLinears(torch.autograd.Function):
 
         gradients: None for an output that is not used.
         """
-        needs = ctx.needs_input_grad[3:]
+        needs = ctx.needs_input_grad[4:]
         dparameters: list[Tensor | None] = [None] * len(needs)
         used = [k for k, gradient in enumerate(gradients) if gradient is not None]
         if not used:
-            return None, None, None, *dparameters
+            return None, None, None, None, *dparameters
         x, *weights = ctx.saved_tensors
         # Edges lead to the tensors among the arguments, the first being x.
         edges = iter(ctx.next_functions[1:])
@@ -75,8 +88,8 @@ class SplitLinears(torch.autograd.Function):
 
         given = x if any(needs[2 * k] for k in used) else None
         hides = not ctx.sinks[0].is_deferring
-        dx = backward_of_linears(ctx.boundary, given, weights, gradients, hides, give)
-        return None, None, dx, *dparameters
+        dx = backward_of_linears(ctx.boundary, ctx.leaves, given, weights, gradients, hides, give)
+        return None, None, None, dx, *dparameters
 
 
 class SplitLinear(torch.autograd.Function):
@@ -115,37 +128,6 @@ class SplitLinear(torch.autograd.Function):
 _split_linear: Any = super(torch.autograd.Function, SplitLinear).apply
 
 
-class SplitRowLinear(torch.autograd.Function):
-    """F.linear whose output leaves through a boundary. x: [..., in], weight: [out, in] -> boundary.leave(x W^T), [..., out]."""
-
-    @staticmethod
-    def forward(ctx: Any, sink: GradientSink, boundary: RegionBoundary, x: Tensor, weight: Tensor) -> Tensor:
-        """Run the forward of the layer."""
-        ctx.set_materialize_grads(False)
-        ctx.sink, ctx.weight, ctx.boundary = sink, weight, boundary
-        _, _, needs_x, needs_weight = ctx.needs_input_grad
-        saved = x if needs_weight else None, weight if needs_x else None
-        ctx.save_for_backward(*saved)
-        (y,) = kept("row products", lambda: [boundary.leave_products([(x, weight.t())])()], _number(saved))
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the input, and of the weight if autograd handles it."""
-        if gradient is None:
-            return None, None, None, None
-        x, weight = ctx.saved_tensors
-        _, _, needs_x, needs_weight = ctx.needs_input_grad
-        dx, dweight = None, None
-        if needs_x:
-            entered, dx = ctx.boundary.enter_kept(gradient, weight)
-        else:
-            entered = ctx.boundary.enter(gradient)()
-        if needs_weight:
-            dweight = ctx.sink.route(ctx.weight, ctx.next_functions[1], Product(rows_of(entered), rows_of(x)))
-        return None, None, dx, dweight
-
-
 class SplitEmbedding(torch.autograd.Function):
     """F.embedding, dense. indices: [...], weight: [num_embeddings, dim] -> [..., dim]."""
 
@@ -179,9 +161,16 @@ def linear(
 
 
 def linears(
-    ports: Sequence[Port], x: Tensor, pairs: Sequence[Pair], boundary: RegionBoundary = NO_BOUNDARY
+    ports: Sequence[Port],
+    x: Tensor,
+    pairs: Sequence[Pair],
+    boundary: RegionBoundary = NO_BOUNDARY,
+    leaves: bool = False,
 ) -> Sequence[Tensor]:
-    """Apply several linear layers to one input, each with its port; x enters once, and its gradient leaves once."""
+    """Apply several linear layers to one input, each with its port; x enters once, and its gradient leaves once.
+
+    leaves: the output of the one layer, which has no bias, leaves through the boundary, and nothing enters.
+    """
     x, *parameters = _following_autocast(x, x, *(parameter for pair in pairs for parameter in pair))
     weights, biases = parameters[::2], parameters[1::2]
     if boundary is NO_BOUNDARY and all(
@@ -189,17 +178,17 @@ def linears(
     ):
         return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     if is_in_graph(ports, weights):
-        return in_graph.linears(ports, x, list(zip(weights, biases, strict=True)), boundary)
-    outputs: tuple[Tensor, ...] = _apply(SplitLinears, tuple(port.sink for port in ports), boundary, x, *parameters)
+        return in_graph.linears(ports, x, list(zip(weights, biases, strict=True)), boundary, leaves)
+    if boundary is NO_BOUNDARY and len(ports) == 1:
+        return [_apply(SplitLinear, ports[0].sink, x, *parameters)]
+    sinks = tuple(port.sink for port in ports)
+    outputs: tuple[Tensor, ...] = _apply(SplitLinears, sinks, boundary, leaves, x, *parameters)
     return outputs
 
 
 def row_linear(port: Port, x: Tensor, weight: Tensor, boundary: RegionBoundary) -> Tensor:
     """Return `boundary.leave` of x W^T. x: [..., in], weight: [out, in] -> [..., out]. Follows autocast."""
-    x, weight = _following_autocast(x, x, weight)
-    if is_in_graph([port], [weight]):
-        return in_graph.row_linear(port, x, weight, boundary)
-    y: Tensor = _apply(SplitRowLinear, port.sink, boundary, x, weight)
+    (y,) = linears([port], x, [(weight, None)], boundary, leaves=True)
     return y
 
 
