@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -84,8 +85,11 @@ def _replaced(leaf: Any, kind: type[T], new: Callable[[T], Any]) -> Any:
     if isinstance(leaf, kind):
         return new(leaf)
     held = {name: value for name, value in _fields(leaf).items() if _found(value, kind)}
-    changed = {name: tree_map(lambda x: _replaced(x, kind, new), value) for name, value in held.items()}
-    return replace(leaf, **changed) if changed else leaf
+    made = copy(leaf) if held else leaf
+    for name, value in held.items():
+        # As it was made: a constructor may compute with tensors, or need more than the fields.
+        object.__setattr__(made, name, tree_map(lambda x: _replaced(x, kind, new), value))
+    return made
 
 
 def _fields(leaf: Any) -> dict[str, Any]:

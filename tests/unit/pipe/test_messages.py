@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque, namedtuple
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import pytest
@@ -126,6 +126,28 @@ def test_structures_and_signatures_are_equal_when_all_but_contents_is(one: Any, 
 @given(trees)
 def test_a_signature_fits_a_signed_word(tree: Any):
     assert 0 <= signature(tree) < 2**63
+
+
+@dataclass
+class Checked:
+    """A dataclass whose constructor looks at tensors, needs more than its fields, and computes one of them."""
+
+    tensor: Tensor
+    scale: InitVar[float]
+    scaled: Tensor = field(init=False)
+
+    def __post_init__(self, scale: float) -> None:
+        self.scaled = self.tensor.mean(dim=0) * scale
+
+
+def test_a_dataclass_travels_without_its_constructor():
+    value = Checked(torch.ones(2, 3), 2.0)
+    structure, found = describe(value)
+    assert [tuple(tensor.shape) for tensor in found] == [(2, 3), (3,)]
+    rebuilt = Structure.of_skeleton(load(dump(structure.skeleton))).rebuild(found)
+    assert type(rebuilt) is Checked
+    assert rebuilt.tensor is value.tensor
+    assert rebuilt.scaled is value.scaled
 
 
 @pytest.mark.parametrize(
