@@ -36,7 +36,8 @@ class Incoming(Work, Protocol):
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    # torch conjugates and negates lazily: a view of the memory would miss that.
+    return tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
 
 
 @dataclass

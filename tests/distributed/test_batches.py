@@ -487,6 +487,8 @@ class Branch(nn.Module):
                 y.half().sum(),
             ),
             "views": (y.transpose(0, 1), y[..., ::2], y[0, 0].expand(3, HIDDEN)),
+            # Tensors whose values are not yet those in memory: torch conjugates and negates when it next computes with them.
+            "conjugates": (y, torch.complex(y, 2 * y).conj(), torch.complex(y, y).mean().conj().imag),
             "nothing passes": (y.detach(), torch.zeros(0, 5)),
             "times": (y * state[1], state[1] + 1) if not isinstance(state, Tensor) else None,
             "a parameter": (y, self.inner.weight),
@@ -525,6 +527,8 @@ class Join(nn.Module):
                 )
             case "views":
                 x = x.transpose(0, 1) + state[1].repeat_interleave(2, -1) + state[2].mean(0)
+            case "conjugates":
+                x = x + state[1].conj().imag + state[2]  # the gradient that goes back is conjugated too
             case "a parameter":
                 x = x @ state[1]
             case "nothing passes":
@@ -557,7 +561,7 @@ FROZEN = Item(FrozenLine, (HIDDEN, HIDDEN))
 ODD_MODELS = {
     **{
         how: branched(how)
-        for how in ["no gradient", "unused", "twice", "input", "named", "dtypes", "views", "a parameter"]
+        for how in ["no gradient", "unused", "twice", "input", "named", "dtypes", "views", "conjugates", "a parameter"]
     },
     "nothing passes": branched("nothing passes"),
     "stages without parameters": [line(), line(), *[Item(toy.halve)] * 4, line(), line()],
