@@ -294,9 +294,20 @@ def all_gather_into(whole: Tensor, shard: Tensor, group: Group) -> Work:
     return _start("all_gather", whole, group, partial(_all_gather, whole, shard))
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes [n] of a contiguous tensor: its memory, but a copy of one that torch is still to conjugate or negate."""
+    return tensor.resolve_conj().resolve_neg().view(-1).view(torch.uint8)
+
+
 def broadcast(tensor: Tensor, source: int, group: Group) -> None:
-    """Copy `tensor` from global rank `source` to the group, in place."""
-    _start("broadcast", tensor, group, partial(dist.broadcast, tensor, source)).wait()
+    """Copy `tensor`, of any dtype and strides, from global rank `source` to the group, in place."""
+    # Without the repeats of an expanded tensor, which can't be written.
+    own = tensor[tuple([slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride()])]
+    data = own.contiguous()
+    # As bytes: backends don't know all dtypes. Contiguous: gloo takes the memory as it lies.
+    _start("broadcast", tensor, group, partial(dist.broadcast, as_bytes(data), source)).wait()
+    if data is not own:
+        own.copy_(data)
 
 
 def all_gather_integers(values: list[int], group: Group) -> list[list[int]]:
@@ -330,7 +341,7 @@ def all_gather_object(value: Any, group: Group) -> list[Any]:
 
 def send_bytes(tensor: Tensor, rank: int, group: Group) -> None:
     """Send a tensor's bytes to a global rank, from the host, over a CPU group; for export, not for a step."""
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    data = as_bytes(tensor.detach().cpu().contiguous())
     with group.waiting(f"rank {rank} to take a message", (rank,)):
         dist.send(data, rank, group=group.handle)
 
@@ -339,7 +350,7 @@ def receive_bytes(shape: Sequence[int], dtype: torch.dtype, rank: int, group: Gr
     """Return a tensor, on the host, whose bytes a global rank sends over a CPU group under a tag."""
     tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu")
     with group.waiting(f"a message of rank {rank}", (rank,)):
-        dist.recv(tensor.reshape(-1).view(torch.uint8), rank, group=group.handle, tag=tag)
+        dist.recv(as_bytes(tensor), rank, group=group.handle, tag=tag)
     return tensor
 
 

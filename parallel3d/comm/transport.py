@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.comm.collectives import DONE, Awaited, Work, receive_bytes
+from parallel3d.comm.collectives import DONE, Awaited, Work, as_bytes, receive_bytes
 from parallel3d.comm.environment import local_device
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.peer.copies import open_peer_copies
@@ -35,11 +35,6 @@ class Incoming(Work, Protocol):
         """Return the tensor, for what the current stream does from now on; to be called once."""
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    # torch conjugates and negates lazily: a view of the memory would miss that.
-    return tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
-
-
 @dataclass
 class _Buffered:
     """A receive into a buffer, or into host memory (`staging`) that is then copied there."""
@@ -51,7 +46,7 @@ class _Buffered:
     def wait(self) -> Tensor:
         self.work.wait()
         if self.staging is not None:
-            _bytes(self.buffer).copy_(self.staging)
+            as_bytes(self.buffer).copy_(self.staging)
         return self.buffer
 
     def is_completed(self) -> bool:
@@ -104,7 +99,7 @@ class Transport:
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
         target = self._groups.pipe.ranks[stage]
-        message = [_bytes(tensor.detach().contiguous()) for tensor in tensors if tensor.numel()]
+        message = [as_bytes(tensor.detach().contiguous()) for tensor in tensors if tensor.numel()]
         works: Sequence[Work | None]
         if self._copies is not None and not self._by_host:
             works = self._copies.send(message, stage)
@@ -129,7 +124,7 @@ class Transport:
     def _receive_by_backend(self, buffer: Tensor, stage: int) -> _Buffered:
         group, tag = self._channel(stage, self._stage)
         staging = torch.empty(buffer.nbytes, dtype=torch.uint8) if self._by_host else None
-        data = _bytes(buffer) if staging is None else staging
+        data = as_bytes(buffer) if staging is None else staging
         work = dist.irecv(data, self._groups.pipe.ranks[stage], group=group, tag=tag)
         assert work is not None
         return _Buffered(work, buffer, staging)
@@ -148,7 +143,7 @@ class Transport:
         """Send a value (comm/values.py) on the host; never blocks."""
         payload = torch.frombuffer(bytearray(dump(header)), dtype=torch.uint8)
         target = self._groups.pipe.ranks[stage]
-        for data in (_bytes(torch.tensor([payload.numel()])), payload):
+        for data in (as_bytes(torch.tensor([payload.numel()])), payload):
             self._keep(dist.isend(data, target, group=self._groups.control.handle, tag=_HEADER_TAG), data, target)
 
     def _keep(self, work: Work | None, data: Tensor, target: int) -> None:

@@ -148,6 +148,39 @@ def test_a_module_trains_as_on_one_process(run_ranks, train: Any, dp: int, accum
     check(run_ranks(dp, train, accumulation, zero), on_one_process(dp * accumulation))
 
 
+ODD_DTYPES = (torch.bool, torch.int16, torch.uint16, torch.int64, torch.complex64, torch.float64, torch.float8_e4m3fn)
+
+
+class OddlyHeld(nn.Module):
+    """Buffers of dtypes that backends don't know, and tensors whose elements don't lie side by side; they differ by rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        grid = torch.arange(12.0).view(3, 4) + 100 * rank
+        self.strided = nn.Parameter(grid[:, ::2])
+        self.transposed = nn.Parameter(grid.clone().t())
+        self.register_buffer("column", grid.clone()[:, 1])
+        self.register_buffer("scalar", torch.tensor(float(rank)))
+        self.register_buffer("expanded", torch.tensor([[rank], [2 * rank]]).expand(2, 3))
+        self.register_buffer("empty", torch.zeros(0, 3))
+        for dtype in ODD_DTYPES:
+            self.register_buffer(str(dtype).removeprefix("torch."), torch.full((3,), 1 - rank).to(dtype))
+
+
+def held(module: nn.Module) -> dict[str, tuple[str, Any]]:
+    return {name: (str(tensor.dtype), tensor.tolist()) for name, tensor in module.state_dict().items()}
+
+
+def held_alike() -> dict[str, tuple[str, Any]]:
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    model = OddlyHeld(torch.distributed.get_rank())
+    return held(parallel3d.initialize(model=model, config={**config, "steps_per_print": None})[0].module)
+
+
+def test_replicas_begin_with_the_first_ones_tensors_of_any_dtype_and_strides(run_ranks):
+    assert run_ranks(2, held_alike) == [held(OddlyHeld(0))] * 2
+
+
 def accumulate_without_sync(zero: dict[str, Any]) -> Result:
     """Two of three micro-batches inside no_sync, the last outside."""
     engine = make(3, zero_optimization=zero)
