@@ -53,7 +53,7 @@ class CollectiveDecision:
     ):
         self.rank, self._size, self._group = group.index, group.size, group
         self._timeout, self._raises = timeout_s, raises
-        self._number = 0
+        self._number = self._attempts = 0
         if group.handle is not None:
             default = dist.distributed_c10d._get_default_store()
             self._store = dist.PrefixStore(f"{name}/{group.handle.group_name}", default)
@@ -101,14 +101,19 @@ class CollectiveDecision:
 
     def _make(self, purpose: str, value: Any, decide: Callable[[list[Any]], Sequence[Any]]) -> Any:
         self._purpose, self._deadline = purpose, time.monotonic() + self._timeout
-        own = f"{self._number}/{self.rank}"
         self._begun = self._store.add(_GIVEN_UP, 0)
-        self._put(own, [purpose, value])
-        try:
-            answer = self._lead(value, decide) if self.rank == 0 else self._follow()
-        finally:
-            self._remove(own)
-        self._number += 1
+        self._attempts += 1
+        while True:
+            own = f"{self._number}/{self.rank}"
+            self._put(own, [purpose, value, self._attempts])
+            try:
+                answer = self._lead(value, decide) if self.rank == 0 else self._follow()
+            finally:
+                self._remove(own)
+            self._number += 1
+            if answer["attempt"] in (None, self._attempts):
+                break
+            # It answers an attempt on which this rank gave up while the first rank decided: the others are at the next one.
         if "lost" in answer:
             raise PeerError(answer["error"], answer["lost"])
         if "error" in answer:
@@ -120,20 +125,24 @@ class CollectiveDecision:
     def _lead(self, value: Any, decide: Callable[[list[Any]], Sequence[Any]]) -> dict[str, Any]:
         others = {rank: f"{self._number}/{rank}" for rank in range(1, self._size)}
         answers: list[dict[str, Any]]
+        attempts: dict[int, int] = {}
         if lost := self._wait(others):
             answers = [{"error": self._ended(lost), "lost": lost[0]}] * self._size
         else:
             try:
-                came = [[self._purpose, value], *(self._get(key) for key in others.values())]
-                for rank, (purpose, _) in enumerate(came):
+                came = [[self._purpose, value, self._attempts], *(self._get(key) for key in others.values())]
+                attempts = {rank: attempt for rank, (_, _, attempt) in enumerate(came)}
+                for rank, (purpose, *_) in enumerate(came):
                     self._check(rank, purpose)
-                answers = [{"item": item} for item in decide([value for _, value in came])]
+                answers = [{"item": item} for item in decide([value for _, value, _ in came])]
             except Exception as error:  # whatever it is, the others are waiting for it
                 answers = [{"error": message_of(error), "kind": type(error).__name__}] * self._size
+        for rank in range(self._size):
+            answers[rank] = {**answers[rank], "purpose": self._purpose, "attempt": attempts.get(rank)}
         for rank in others:
-            self._put(f"{self._number}/answer/{rank}", {**answers[rank], "purpose": self._purpose})
+            self._put(f"{self._number}/answer/{rank}", answers[rank])
         self._wait_for_readers()
-        return {**answers[0], "purpose": self._purpose}
+        return answers[0]
 
     def _follow(self) -> dict[str, Any]:
         key = f"{self._number}/answer/{self.rank}"

@@ -110,14 +110,37 @@ def unconnected(connect: Callable[..., socket.socket]) -> CollectiveDecision:
         return CollectiveDecision(control(), "test", 2, connect_s=0.5)
 
 
-def waits_in_vain() -> dict[str, Any]:
+def answered_late(decision: CollectiveDecision, folder: str) -> list[Any]:
+    """Return what a rank hears of two decisions, the first of which takes rank 0 longer than the others wait."""
+    rank, gave_up = decision.rank, [Path(folder) / f"gave up {other}" for other in (1, 2)]
+
+    def decide(values: list[Any]) -> list[Any]:
+        while "first" in values and not all(path.exists() for path in gave_up):
+            time.sleep(0.01)
+        time.sleep(0.2)  # rank 1 waits for the second answer when the first one comes
+        return [f"{rank} of {value}" for rank, value in enumerate(values)]
+
+    heard = []
+    for value in ("first", "second"):
+        try:
+            heard.append(decision.make("the same", value, decide))
+        except CommunicationError as error:
+            heard.append(str(error))
+            gave_up[rank - 1].touch()
+            while rank == 2 and not decision._store.check(["0/answer/2"]):
+                time.sleep(0.01)
+    return heard
+
+
+def waits_in_vain(folder: str) -> dict[str, Any]:
     """Each with decisions of its own, all at once, as most of it is waiting."""
     rank, absences = dist.get_rank(), (0, 2)
     lonely = [opened(3.0 - rank / 2) for _ in absences]  # the last to come gives up first
     apart = [unconnected(connect) for connect in (refuse, connect_to_another)]
-    totals = [total_of(decision) for decision in apart]
+    totals, late = [total_of(decision) for decision in apart], opened(3.0)
     dist.barrier()  # a rank whose imports or group took longer isn't late
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(5) as pool:
+        heard_late = pool.submit(answered_late, late, folder)
         left_alone = [
             pool.submit(wait_for_all, decision, "all", rank != absent)
             for decision, absent in zip(lonely, absences, strict=True)
@@ -126,6 +149,7 @@ def waits_in_vain() -> dict[str, Any]:
     dist.barrier()
     return {
         "lonely": [(found.result(), total_of(decision)) for found, decision in zip(left_alone, lonely, strict=True)],
+        "late": heard_late.result(),
         "unconnected": [(total, found.result()) for total, found in zip(totals, waiting, strict=True)],
     }
 
@@ -196,7 +220,7 @@ def all_cases(folder: str) -> dict[str, Any]:
         "decisions": decisions(),
         "left early": left_early(folder),
         "sockets": opened_and_closed(),
-        **waits_in_vain(),
+        **waits_in_vain(folder),
     }
 
 
@@ -223,6 +247,14 @@ def test_a_rank_that_does_not_come_is_named_and_the_next_decision_is_made(cases:
             assert total == 3
             if rank != absent:
                 assert f"all: ranks [{absent}] have not come within {3 - rank / 2:g} s" in message
+
+
+def test_an_answer_that_comes_too_late_is_not_the_next_decisions(cases: Cases) -> None:
+    assert cases[0]["late"] == ["0 of first", "0 of second"]
+    for rank in (1, 2):
+        message, answer = cases[rank]["late"]
+        assert "the same: rank 0 has not answered within 3 s" in message
+        assert answer == f"{rank} of second"
 
 
 def test_a_decision_that_is_gone_counts_as_a_rank_that_left(cases: Cases) -> None:
