@@ -28,6 +28,8 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 _MOST_BYTES = 4 << 20
 # The first rank may own the store: it stays until the others have read their answers, but not for ranks that died.
 _LEAVE_S = 10.0
+# How long rank 0's end may take to be known after that of the store that it holds.
+_STORE_S = 1.0
 # Counts how often any rank has given up; below this key, each rank's value of that count when it last gave up.
 _GIVEN_UP = "given_up"
 
@@ -68,7 +70,10 @@ class CollectiveDecision:
         if self._size == 1:
             return decide([value])[0]
         try:
-            return self._make(purpose, value, decide)
+            try:
+                return self._make(purpose, value, decide)
+            except dist.DistError as error:
+                raise self._without_store(error) from error
         except CommunicationError as error:
             if isinstance(error, self._raises):
                 raise
@@ -202,6 +207,18 @@ class CollectiveDecision:
                     raise CommunicationError(message)
                 time.sleep(next(pauses))
         return []
+
+    def _without_store(self, error: dist.DistError) -> CommunicationError:
+        """Return the error of a store that doesn't answer: it ends with rank 0, unless an agent holds it."""
+        deadline, pauses = time.monotonic() + _STORE_S, _pauses()
+        while time.monotonic() < deadline:  # a process closes its connections one after the other
+            if self.rank and self._liveness.ended([0]):
+                return PeerError(self._ended([0]), 0)
+            time.sleep(next(pauses))
+        return CommunicationError(
+            f"{self._purpose}: the job's store doesn't answer ({message_of(error)}); look at the output of rank 0 and of the "
+            "launcher for why it ended"
+        )
 
     def _ended(self, lost: list[int]) -> str:
         who = f"rank {lost[0]}" if len(lost) == 1 else f"ranks {lost}"

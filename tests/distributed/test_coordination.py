@@ -280,7 +280,13 @@ def test_without_connections_decisions_are_made_all_the_same(cases: Cases) -> No
 
 def left_waiting(rank: int, size: int, port: int, dying: int, before: str, heard_by: Any) -> None:
     """A process of its own. One rank is killed when the others wait for it; they tell what they hear of that."""
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    agents = store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    if before == "it held the store":  # as under srun and mpirun, where no agent does
+        if rank == 0:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            agents.set("port", str(store.port))
+        else:
+            store = dist.TCPStore("127.0.0.1", int(agents.get("port")), is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     decision = CollectiveDecision(control(), "checkpoint", 600, CheckpointError)
 
@@ -310,14 +316,20 @@ def left_waiting(rank: int, size: int, port: int, dying: int, before: str, heard
         heard_by.put((rank, str(error), follows(error), cause.rank if isinstance(cause, PeerError) else None))
     heard_by.close()
     heard_by.join_thread()
-    store.add("over", 1)
-    while int(store.get("over")) < size - 1:  # the end of one that has heard is not what the others hear
+    agents.add("over", 1)
+    while int(agents.get("over")) < size - 1:  # the end of one that has heard is not what the others hear
         time.sleep(0.05)
     os._exit(0)
 
 
 Heard = list[tuple[int, str, bool, int | None]]
-DEATHS = [(1, "nothing"), (0, "nothing"), (2, "it met the others"), (2, "it came to a decision")]
+DEATHS = [
+    (1, "nothing"),
+    (0, "nothing"),
+    (0, "it held the store"),
+    (2, "it met the others"),
+    (2, "it came to a decision"),
+]
 
 
 @contextmanager
