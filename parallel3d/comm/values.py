@@ -11,8 +11,9 @@ import json
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from enum import Enum
+from enum import Enum, Flag
 from typing import Any
 
 import torch
@@ -64,7 +65,8 @@ def _encode_other(value: Any, kind: type) -> list[Any]:
     if kind is type and value in _FACTORIES.values():
         return ["type", value.__name__]
     if isinstance(value, Enum):
-        return ["member", _name(kind), value.name]
+        # A combination of flags may have no name.
+        return ["member", _name(kind), value.value if isinstance(value, Flag) else value.name]
     if isinstance(value, BaseModel):
         return ["model", _name(kind), [[name, _encode(item)] for name, item in dict(value).items()]]
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
@@ -75,21 +77,35 @@ def _encode_other(value: Any, kind: type) -> list[Any]:
     if is_dataclass(value) and kind is not type:
         return ["dataclass", _name(kind), [[f.name, _encode(getattr(value, f.name))] for f in fields(value)]]
     raise CommunicationError(
-        f"a {_name(kind)} can't be sent between ranks; send tensors, numbers, strings, and lists, tuples, mappings and "
+        f"a {_full_name(kind)} can't be sent between ranks; send tensors, numbers, strings, and lists, tuples, mappings and "
         "dataclasses of these"
     )
 
 
-def _name(kind: type) -> str:
+def _full_name(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def _class(name: str, is_allowed: Callable[[Any], bool]) -> Any:
-    """Return a class that was imported here; importing one would run its module."""
+def _name(kind: type) -> str:
+    """Return the name by which other ranks find a class. Raises CommunicationError for one made in a function, for example."""
+    name = _full_name(kind)
+    with suppress(KeyError, TypeError):
+        if _find(name) is kind:
+            return name
+    raise CommunicationError(f"a {name} can't be sent between ranks; define its class at the top of a module")
+
+
+def _find(name: str) -> Any:
+    """Return what was imported here under a name; to import a module would run it."""
     module, _, path = name.partition(":")
     found: Any = sys.modules[module]
     for part in path.split("."):
         found = vars(found)[part]
+    return found
+
+
+def _class(name: str, is_allowed: Callable[[Any], bool]) -> Any:
+    found = _find(name)
     if not isinstance(found, type) or not is_allowed(found):
         raise ValueError(f"{name!r} is no class of values")
     return found
@@ -121,8 +137,9 @@ def _dtype(name: str) -> torch.dtype:
     return found
 
 
-def _member(name: str, member: str) -> Any:
-    return _class(name, lambda kind: issubclass(kind, Enum))[member]
+def _member(name: str, member: str | int) -> Any:
+    kind = _class(name, lambda kind: issubclass(kind, Enum))
+    return kind(member) if issubclass(kind, Flag) else kind[member]
 
 
 def _model(name: str, values: Iterable[Any]) -> Any:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, Flag, auto
 from typing import Any, NamedTuple
 
 import numpy
@@ -40,6 +40,11 @@ class Color(Enum):
     RED = "red"
 
 
+class Access(Flag):
+    READ = auto()
+    WRITE = auto()
+
+
 plain = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5) | st.binary(max_size=5)
 )
@@ -50,6 +55,9 @@ others = st.sampled_from(
         torch.device("cpu"),
         torch.Size((2, 3)),
         Color.RED,
+        Access.READ,
+        Access.READ | Access.WRITE,
+        Access(0),
         {1, 2},
         frozenset((1, "a")),
     ]
@@ -100,6 +108,26 @@ class Stranger:
 @pytest.mark.parametrize("value", [Stranger(), len, Stranger, object, [(1, {"a": Stranger()})]])
 def test_what_is_no_value_is_refused_where_it_would_be_sent(value: Any) -> None:
     with pytest.raises(CommunicationError, match=r"can't be sent between ranks; send tensors, numbers"):
+        dump(value)
+
+
+def made_in_a_function() -> list[Any]:
+    @dataclass
+    class Local:
+        x: int
+
+    class Shade(Enum):
+        DARK = 1
+
+    twin = namedtuple("Cost", ["x"])  # a name that another class has
+    return [Local(1), Shade.DARK, twin(1)]
+
+
+@pytest.mark.parametrize("value", made_in_a_function())
+def test_a_class_that_other_ranks_could_not_find_is_refused_where_it_would_be_sent(value: Any) -> None:
+    with pytest.raises(
+        CommunicationError, match=r"can't be sent between ranks; define its class at the top of a module"
+    ):
         dump(value)
 
 
