@@ -144,9 +144,16 @@ def _close(connections: dict[int, _Connection]) -> None:
 
 
 def _listen() -> socket.socket:
-    """Listen at the address where the ranks meet, if it is this host's and IPv4, or else at all of this host's."""
+    """Listen at the address where the ranks meet, if it is this host's and IPv4, or else at all of this host's.
+
+    A host may know its own name as an address that other hosts don't reach: Debian's /etc/hosts has 127.0.1.1.
+    """
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     with suppress(OSError):
-        return socket.create_server((os.environ.get("MASTER_ADDR", "127.0.0.1"), 0), backlog=_BACKLOG)
+        server = socket.create_server((master, 0), backlog=_BACKLOG)
+        if master in ("127.0.0.1", "localhost") or not server.getsockname()[0].startswith("127."):
+            return server
+        server.close()
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
     return socket.create_server(("", 0), backlog=_BACKLOG)

@@ -23,6 +23,7 @@ from ranks import RankPool
 
 from parallel3d.comm.collectives import Group
 from parallel3d.comm.coordination import CollectiveDecision
+from parallel3d.comm.liveness import _listen
 from parallel3d.errors import CheckpointError, CommunicationError, PeerError
 from parallel3d.failures.watchdog import follows
 
@@ -268,6 +269,17 @@ def test_connections_are_closed_with_their_owner_and_in_children(cases: Cases) -
         assert opened == 4 * (2 if rank == 0 else 1)
         assert inherited == 0
         assert left == 0
+
+
+def test_the_first_rank_listens_where_other_hosts_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def address(of_master: str) -> str:
+        monkeypatch.setenv("MASTER_ADDR", of_master)
+        with _listen() as server:
+            return server.getsockname()[0]
+
+    assert address("127.0.0.1") == address("localhost") == "127.0.0.1"
+    # To itself, a host's name is this address on Debian, and another one to other hosts.
+    assert address("127.0.1.1") in ("::", "0.0.0.0")
 
 
 def test_without_connections_decisions_are_made_all_the_same(cases: Cases) -> None:
