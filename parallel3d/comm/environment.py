@@ -196,7 +196,7 @@ def init_distributed(
 
 def _join(dist_backend: str | None, timeout: timedelta, init_method: str | None, rank: int, world_size: int) -> None:
     _prepare_cuda()
-    backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    backend = (dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")).lower()
     device = local_device(backend)
     if device.type == "cuda":
         torch.cuda.set_device(device)
