@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from keyword import iskeyword
+from numbers import Integral
 from typing import Any
 
 from parallel3d.errors import TopologyError, nearest
@@ -27,6 +28,7 @@ class ProcessTopology:
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         _check_axes(axes, dims)
+        dims = [int(dim) for dim in dims]
         object.__setattr__(self, "axes", tuple(axes))
         object.__setattr__(self, "dims", tuple(dims))
         object.__setattr__(self, "strides", tuple(math.prod(dims[i + 1 :]) for i in range(len(dims))))
@@ -155,5 +157,5 @@ def _check_axes(axes: Sequence[str], dims: Sequence[int]) -> None:
     for axis, dim in zip(axes, dims, strict=True):
         if not isinstance(axis, str) or not axis.isidentifier() or axis.startswith("_") or iskeyword(axis):
             raise TopologyError(f"axis {axis!r} can't be a keyword argument; use a plain word such as 'pipe'")
-        if not isinstance(dim, int) or isinstance(dim, bool) or dim < 1:
+        if not isinstance(dim, Integral) or isinstance(dim, bool) or dim < 1:
             raise TopologyError(f"axis {axis!r} has dim {dim!r}; set it to a whole number of ranks, 1 or more")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from itertools import product
 
+import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -127,6 +128,12 @@ def test_filters_agree_with_a_scan(topology: ProcessTopology, wanted: dict[str, 
     for axis, index in wanted.items():
         expected = [rank for rank, coord in enumerate(coordinates(topology)) if coord[axis] == index]
         assert topology.get_axis_list(axis, index) == expected
+
+
+def test_dims_may_be_numpys_integers() -> None:
+    topology = ProcessTopology(["pipe", "data"], numpy.array([2, 3]))
+    assert topology == ProcessTopology(["pipe", "data"], [2, 3])
+    assert repr(topology.get_coord(4)) == "ProcessCoord(pipe=1, data=1)"
 
 
 def test_a_large_world_is_not_enumerated() -> None:
