@@ -39,7 +39,7 @@ def read_mapping(path: Path, parse: Callable[[str, Path], object] | None = None)
 
     parse: by default parse_yaml for .yaml and .yml, else JSON with comments.
     """
-    text = _read_text(path)
+    text = read_text(path)
     content = (parse or (parse_yaml if path.suffix.lower() in YAML_SUFFIXES else parse_hjson))(text, path)
     if not text.strip() or content is None:
         raise ConfigError(f"{path} is empty; write one mapping of keys to values")
@@ -64,7 +64,8 @@ def decode(text: str) -> Mapping[str, Any] | None:
     return content if isinstance(content, Mapping) else None
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return a file's text. Raises ConfigError if it can't be read, is very large, or is not UTF-8."""
     try:
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
@@ -76,9 +77,9 @@ def _read_text(path: Path) -> str:
             f"no file {path} (working directory {Path.cwd()}); correct the path." + nearest(path.name, siblings)
         ) from None
     except OSError as error:
-        raise ConfigError(f"can't read {path} ({error.strerror}); give the path of a JSON or YAML file") from None
+        raise ConfigError(f"can't read {path} ({error.strerror}); give the path of a text file") from None
     except ValueError as error:  # no path can have such characters
-        raise ConfigError(f"can't read {str(path)!r} ({error}); give the path of a JSON or YAML file") from None
+        raise ConfigError(f"can't read {str(path)!r} ({error}); give the path of a text file") from None
     if len(content) > _MOST_BYTES:
         raise ConfigError(f"{path} has more than {_MOST_BYTES} bytes; give the path of a smaller file")
     try:

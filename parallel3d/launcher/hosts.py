@@ -104,6 +104,11 @@ def read_ranks(path: Path) -> dict[str, list[int]]:
             f"--ranks {path}: hosts are {[host for host, _ in of_hosts]}; a launcher gives a host's processes ranks that "
             "follow each other, from 0: list the ranks in order, host by host"
         )
+    for host, gpus in found.items():
+        if not all(isinstance(gpu, int) and gpu >= 0 for gpu in gpus) or len({*gpus}) < len(gpus):
+            raise ConfigError(
+                f"--ranks {path}: the devices of host {host} are {gpus}; give each rank a device of its own"
+            )
     return found
 
 

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from parallel3d.config.files import read_text
 from parallel3d.errors import ConfigError
 from parallel3d.launcher.guard import LIFELINE
 from parallel3d.launcher.processes import GRACE_S, adopt_orphans, children, end_leftovers, end_with_parent
@@ -102,18 +103,17 @@ def starters(
 ) -> list[Starter]:
     """Return the commands that start the hosts with these variables. Raises ConfigError."""
     launcher = options.launcher.lower()
+    try:
+        further = shlex.split(options.launcher_args)
+    except ValueError as error:
+        raise ConfigError(f"--launcher_args {options.launcher_args!r}: {error}; close the quotes") from error
     node = _node_command(options, hosts)
     if launcher not in _BY_SSH:
         if options.venv_script:
             node = ["sh", "-c", '. "$0" && exec "$@"', options.venv_script, *node]
-        command = [*_by_manager(launcher, list(hosts), variables), *shlex.split(options.launcher_args), *node]
+        command = [*_by_manager(launcher, list(hosts), variables), *further, *node]
         return [Starter(", ".join(hosts), command, environment=variables)]
-    ssh = [
-        "ssh",
-        "-T",
-        *shlex.split(options.launcher_args),
-        *(["-p", str(options.ssh_port)] if options.ssh_port else []),
-    ]
+    ssh = ["ssh", "-T", *further, *(["-p", str(options.ssh_port)] if options.ssh_port else [])]
     ssh += ["-o", "BatchMode=yes", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
     setup = [f"cd {shlex.quote(os.getcwd())} || exit"]
     setup += [f"export {name}={shlex.quote(value)}" for name, value in {**variables, LIFELINE: "1"}.items()]
@@ -240,9 +240,9 @@ def exports() -> dict[str, str]:
     for name in ("CUDA_VISIBLE_DEVICES", TOKEN):  # a host's own; and what --dry_run is not to print
         found.pop(name, None)
     for path in (folder / name for folder in (Path.home(), Path()) for name in ENVIRONMENT_FILES):
-        for line in path.read_text().splitlines() if path.is_file() else ():
+        for line in map(str.strip, read_text(path).splitlines() if path.is_file() else ()):
             name, is_set, value = line.partition("=")
-            if line.strip() and not line.startswith("#"):
+            if line and not line.startswith("#"):
                 if not is_set or not _VARIABLE.fullmatch(name.strip()):
                     raise ConfigError(f"{path}: {line!r} is no variable; write lines as NAME=VALUE")
                 found[name.strip()] = value.strip()

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from parallel3d.config.files import read_text
 from parallel3d.errors import ConfigError
 from parallel3d.launcher.hosts import (
     HOSTFILE,
@@ -63,9 +64,15 @@ def choose_hosts(options: argparse.Namespace) -> dict[str, list[int]]:
             f"--num_nodes and --num_gpus don't go with --include or --exclude {named}; give one of the two"
         )
     if options.ranks:
+        chosen = {"--hostfile": options.hostfile, "--num_gpus": options.num_gpus, "--num_nodes": options.num_nodes}
+        for name, value in chosen.items():
+            if value not in (None, HOSTFILE):
+                raise ConfigError(
+                    f"--ranks {options.ranks} names hosts and devices, and so does {name} {value}; give one of the two"
+                )
         found = read_ranks(Path(options.ranks))
     elif Path(options.hostfile).is_file():
-        lines = Path(options.hostfile).read_text().splitlines()
+        lines = read_text(Path(options.hostfile)).splitlines()
         found = {host: list(range(slots)) for host, slots in parse_hostfile(lines).items()}
     else:
         found = _without_hostfile(options)
@@ -119,6 +126,11 @@ def _launch_here(options: argparse.Namespace, slots: list[int], node: Node | Non
     elif options.num_procs is None and len(slots) > 1:
         logger.warning("%s: there is no CUDA device; the number of CPU processes is %d", options.prog, len(slots))
     if options.bind_core_list:
+        own = os.sched_getaffinity(0)
+        if others := sorted({*options.bind_core_list} - own):
+            raise ConfigError(
+                f"--bind_core_list: the cores {others} are not among this process's; give some of {sorted(own)}"
+            )
         os.sched_setaffinity(0, options.bind_core_list)
     from parallel3d.launcher.agent import launch  # it imports torch
 

@@ -48,6 +48,13 @@ REPO = Path(__file__).parents[2]
         ("-H hosts --master_addr a s.py", "'x;touch y=1' is no variable"),
         ("--ranks hosts s.py", "--ranks hosts is no ranks.json of `p3d plan`"),
         ("--ranks mixed.json s.py", r"hosts are \['a', 'b', 'a'\]; .* list the ranks in order, host by host"),
+        ("--ranks twice.json s.py", r"the devices of host a are \[0, 0\]; give each rank a device of its own"),
+        ("--ranks named.json s.py", r"the devices of host a are \['0'\]"),
+        ("--ranks plan.json -H hosts s.py", "--ranks plan.json names hosts and devices, and so does --hostfile hosts"),
+        ("--ranks plan.json --num_gpus 1 s.py", "--ranks plan.json names hosts and devices, and so does --num_gpus 1"),
+        ("--ranks plan.json --num_nodes 1 s.py", "and so does --num_nodes 1; give one of the two"),
+        ("-H latin s.py", "latin is not UTF-8 text"),
+        ("--num_procs 1 --bind_core_list 0,99999 script.py", r"--bind_core_list: .* cores \[99999\] are not among"),
         ("missing.py", "there is no script 'missing.py'"),
     ],
 )
@@ -58,8 +65,25 @@ def test_wrong_flags_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     Path(".deepspeed_env").write_text("# of all hosts\n\nA=1\nx;touch y=1\n")
     places = [{"rank": rank, "host": host, "gpu": 0} for rank, host in enumerate("aba")]
     Path("mixed.json").write_text(json.dumps(places))
+    for name, gpus in {"twice": [0, 0], "named": ["0"], "plan": [0]}.items():
+        places = [{"rank": rank, "host": "a", "gpu": gpu} for rank, gpu in enumerate(gpus)]
+        Path(f"{name}.json").write_text(json.dumps(places))
+    Path("latin").write_bytes("h\xf6st slots=1".encode("latin-1"))
+    Path("script.py").touch()
     with pytest.raises(ConfigError, match=told):
         deepspeed.main(arguments.split())
+
+
+def test_wrong_texts_for_several_hosts_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("hosts").write_text("a slots=1\nb slots=1\n")
+    with pytest.raises(ConfigError, match=r"""--launcher_args '-o "x': No closing quotation; close the quotes"""):
+        deepspeed.main(["-H", "hosts", "--dry_run", "--launcher_args", '-o "x', "s.py"])
+    Path(".deepspeed_env").write_bytes(b"A=\xff")
+    with pytest.raises(ConfigError, match=r"\.deepspeed_env is not UTF-8 text"):
+        deepspeed.main(["-H", "hosts", "--dry_run", "s.py"])
+    Path(".deepspeed_env").write_text("  # of all hosts\n  A = 1\n")
+    assert nodes.exports()["A"] == "1"
 
 
 @pytest.mark.parametrize("prog", ["parallel3d", "deepspeed"])

@@ -261,7 +261,7 @@ def test_what_is_no_text_file_is_refused(tmp_path):
     (tmp_path / "c.json").write_bytes(b'{"seed": "\xff"}')
     with pytest.raises(ConfigError, match="not UTF-8 text"):
         load(tmp_path / "c.json")
-    with pytest.raises(ConfigError, match=r"can't read .*give the path of a JSON or YAML file"):
+    with pytest.raises(ConfigError, match=r"can't read .*give the path of a text file"):
         load(tmp_path)
     with pytest.raises(ConfigError, match="a path or a mapping, not int"):
         load(3)
