@@ -5,8 +5,8 @@ attend to each other, generates text, and saves weights or adapters for from_pre
 a tokenizer is trained on the text and a small Llama is begun: nothing is downloaded.
 It needs transformers and PEFT: pip install ".[huggingface]".
 
-parallel3d --num_procs pp2,dp2 examples/finetune_hf.py --layout pp2,dp2            # a small new Llama, on the CPU
-parallel3d --num_procs pp2,dp2 examples/finetune_hf.py --layout pp2,dp2 --lora 8   # adapters alone
+parallel3d --num_procs pp2,dp2 examples/finetune_hf.py --layout pp2,dp2         # a small new Llama, on the CPU
+parallel3d --num_procs pp2,dp2 examples/finetune_hf.py --layout pp2,dp2 --lora 8 --out runs/adapters  # adapters alone
 hf download Qwen/Qwen2.5-0.5B
 parallel3d --num_gpus 4 examples/finetune_hf.py --layout pp2,dp2,zero1 --model Qwen/Qwen2.5-0.5B --text docs
 """
@@ -47,7 +47,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--prompt", default="def ", help="how the generated text begins")
     parser.add_argument("--out", default="runs/finetuned", help="directory for the result; new or empty")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if Path(args.out).is_dir() and any(Path(args.out).iterdir()):  # told now, not after the training
+        sys.exit(f"--out {args.out} is not empty; remove it or choose another directory")
+    return args
 
 
 def read_documents(directory: str | None) -> list[str]:

@@ -51,3 +51,14 @@ def test_a_model_is_fine_tuned_and_loads(tmp_path: Path, kind: str, full: bool):
         tuned = load_model(out)
     after = loss_of(tuned, tokenizer, text)
     assert after < (before - 0.1 if kind == "adapters" else before / 2)
+
+
+def test_a_directory_with_an_earlier_result_is_refused_before_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from examples.finetune_hf import parse_arguments
+
+    (tmp_path / "model.safetensors").touch()
+    monkeypatch.setattr(sys, "argv", ["finetune_hf.py", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="is not empty; remove it or choose another directory"):
+        parse_arguments()
