@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from parallel3d.deepspeed.aliases import Finder
+from parallel3d.deepspeed.aliases import PLACES, Finder
 
 if TYPE_CHECKING:
     from parallel3d import comm, pipe, zero
@@ -66,6 +66,9 @@ _PLACES = {
     "initialize": "initialization",
     "tp_model_init": "models.huggingface.in_place",
     **dict.fromkeys(("DeepSpeedConfig", "OnDevice"), "deepspeed.names"),
+    **dict.fromkeys(
+        ("InferenceEngine", "add_tuning_arguments", "init_inference"), "deepspeed.names"
+    ),  # each is refused
     **dict.fromkeys(("DeepSpeedEngine", "PipelineEngine"), "deepspeed.accessors"),
     **dict.fromkeys(("LayerSpec", "PipelineModule", "TiedLayerSpec"), "pipe"),
     **dict.fromkeys(("log_dist", "logger"), "deepspeed.utils"),
@@ -73,7 +76,7 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in {*__all__, *_PLACES, *PLACES}:
         raise AttributeError(f"module 'parallel3d' has no attribute {name!r}")
     place = _PLACES.get(name)
     value: Any = import_module(f"parallel3d.{place or name}")

@@ -249,6 +249,11 @@ def _make_optimizer(
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     if optimizer is not None:
+        if not callable(optimizer):
+            raise ConfigError(
+                f"optimizer= is a {type(optimizer).__name__}; give an optimizer, a callable of the parameters, or "
+                "optimizer.type in the configuration"
+            )
         # Optimizers of torch refuse an empty list, but accept an empty group.
         return optimizer(parameters or [{"params": []}])
     if config.optimizer is None:
@@ -286,6 +291,11 @@ def _make_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None, con
             stacklevel=3,
         )
     made = scheduler(optimizer) if callable(scheduler) else scheduler
+    if not hasattr(made, "step"):
+        raise ConfigError(
+            f"lr_scheduler= is a {type(made).__name__}; give a schedule, which has step(), a callable of the optimizer, or "
+            "scheduler.type in the configuration"
+        )
     if getattr(made, "optimizer", optimizer) is not optimizer:
         raise ConfigError(
             f"lr_scheduler= is a {type(made).__name__} of another optimizer than the engine's {type(optimizer).__name__}, "

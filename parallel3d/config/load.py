@@ -274,6 +274,7 @@ _WHAT_TO_GIVE = {
     "warmup_num_steps": "a whole number of steps",
     "total_num_steps": "the whole number of steps of the training",
 }
+_REQUIRED = ("total_num_steps", "cycle_min_lr", "cycle_max_lr")  # of a schedule's params
 
 
 def _explain_auto(auto: str, field: FieldInfo, path: str) -> str:
@@ -283,7 +284,8 @@ def _explain_auto(auto: str, field: FieldInfo, path: str) -> str:
         what, default = what_to_give(field), f"the default, {shown_default(field)}"
     # An element of a list has no key of its own.
     place = "there" if auto.endswith("]") else f'there or as auto={{"{auto}": ...}}'
-    leave = "" if auto == path and field.is_required() else f", or leave the key out for {default}"
+    is_required = field.is_required() if auto == path else auto.rpartition(".")[2] in _REQUIRED
+    leave = "" if is_required else f", or leave the key out for {default}"
     return f'{auto} is "auto", which nothing fills in: give {what}, {place}{leave}'
 
 

@@ -34,7 +34,10 @@ PLACES = {
     "checkpointing": "deepspeed.checkpointing",
     "launcher.runner": "launcher.deepspeed",
     "monitor.monitor": "monitor.writers",
-    "profiling.flops_profiler.profiler": "deepspeed.profiling.flops_profiler",
+    **dict.fromkeys(
+        ("profiling", "profiling.flops_profiler", "profiling.flops_profiler.profiler"),
+        "deepspeed.profiling.flops_profiler",
+    ),
     "runtime.activation_checkpointing": "deepspeed",
     "runtime.activation_checkpointing.checkpointing": "deepspeed.checkpointing",
     "runtime.dataloader": "pipe.data",

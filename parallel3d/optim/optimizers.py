@@ -50,7 +50,7 @@ def call(
     try:
         return make(first, **params)
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise ConfigError(f"{where} don't fit it: {error}{_hint_of_texts(params)}") from error
+        raise ConfigError(f"{where} don't fit it: {error}; they are {dict(params)}{_hint_of_texts(params)}") from error
 
 
 def _hint_of_texts(params: Mapping[str, Any]) -> str:
@@ -61,7 +61,7 @@ def _hint_of_texts(params: Mapping[str, Any]) -> str:
                 number = float(value)
             except ValueError:
                 continue
-            return f"; {key} is the text {value!r}, write the number {number}"
+            return f"; {key} is the text {value!r}, write the number {number:g}"
     return ""
 
 

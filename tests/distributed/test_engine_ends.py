@@ -146,7 +146,7 @@ def choose_scheduler() -> tuple[str, list[str]]:
             model=Loss(), config=config, lr_scheduler=lambda o: torch.optim.lr_scheduler.ConstantLR(o)
         )
     other = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(Loss().parameters(), lr=1.0))
-    for wrong in ({"lr_scheduler": other}, {"mesh_param": (1, 2)}):
+    for wrong in ({"lr_scheduler": other}, {"mesh_param": (1, 2)}, {"lr_scheduler": "cosine"}, {"optimizer": "AdamW"}):
         with pytest.raises(ConfigError) as caught:
             parallel3d.initialize(model=Loss(), config={**SIZES, **ADAM}, **wrong)
         told.append(str(caught.value))
@@ -154,10 +154,12 @@ def choose_scheduler() -> tuple[str, list[str]]:
 
 
 def test_the_callers_scheduler_is_used_unless_it_is_anothers(run_ranks):
-    [(used, (other, mesh))] = run_ranks(1, choose_scheduler)
+    [(used, (other, mesh, schedule, optimizer))] = run_ranks(1, choose_scheduler)
     assert used == "ConstantLR"
     assert "is a ConstantLR of another optimizer than the engine's AdamW" in other
     assert "2 ranks share a sequence" in mesh
+    assert "lr_scheduler= is a str; give a schedule, which has step()" in schedule
+    assert "optimizer= is a str; give an optimizer" in optimizer
 
 
 def use_a_pipelines_names() -> list[Any]:

@@ -158,6 +158,16 @@ import parallel3d.arguments, parallel3d.utils.zero_to_fp32
 import parallel3d.checkpointing, parallel3d.deepspeed.ops.adam as own
 assert parallel3d.ops.adam is own and parallel3d.checkpointing is parallel3d.deepspeed.checkpointing
 assert own.__name__ == own.__spec__.name == "parallel3d.deepspeed.ops"
+from parallel3d.profiling.flops_profiler import FlopsProfiler
+from parallel3d.profiling.flops_profiler.profiler import FlopsProfiler as same
+assert FlopsProfiler is same is parallel3d.deepspeed.profiling.flops_profiler.FlopsProfiler
+for name, refused in (("init_inference", parallel3d.init_inference), ("MoE", parallel3d.moe.MoE)):
+    try:
+        refused(None)
+    except ValueError as error:
+        assert f"DeepSpeed's {name} has no counterpart" in str(error), error
+    else:
+        raise AssertionError(name)
 try:
     import parallel3d.nowhere
 except ModuleNotFoundError as error:

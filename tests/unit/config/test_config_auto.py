@@ -120,6 +120,15 @@ def test_all_that_is_left_is_refused_at_once_by_name_with_what_to_give():
         assert part in message
 
 
+def test_a_schedules_params_without_a_default_are_to_be_given():
+    params = {"warmup_num_steps": "auto", "total_num_steps": "auto"}
+    with pytest.raises(ConfigError) as caught:
+        load({"scheduler": {"type": "WarmupDecayLR", "params": params}})
+    _, warmup, total = str(caught.value).splitlines()
+    assert warmup.endswith("or leave the key out for the default")
+    assert total.endswith('there or as auto={"scheduler.params.total_num_steps": ...}')
+
+
 @pytest.mark.parametrize(
     ("raw", "auto", "part"),
     [
