@@ -8,7 +8,7 @@ between them keep their lengths), and then by pairs of such moves.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, partial
 from itertools import combinations
 from math import comb
 
@@ -27,19 +27,22 @@ _IMPOSSIBLE = 1e30  # for an empty chunk: finite, since a stage that has none of
 _TOLERANCE = 1e-12
 
 _Bounds = npt.NDArray[np.int64]
-_PartsOf = Callable[
-    [FloatArray], FloatArray
-]  # from the cost of all chunks, see Search, that of the chunks of some splits
+# From the cost of all chunks, see Search, that of the chunks of some splits, [..., chunks, splits]: numpy sums whole rows.
+_PartsOf = Callable[[FloatArray], FloatArray]
 
 
 class _Moves:
-    """Moves of bounds, [moves, chunks + 1]. shifts: of a bound; chunks: number of each moved chunk by its ends' shifts."""
+    """Moves of bounds, [moves, chunks + 1].
+
+    shifts: of a bound; chunks: number of each moved chunk by its ends' shifts, [chunks, moves].
+    """
 
     def __init__(self, moves: _Bounds):
         reach = int(np.abs(moves).max(initial=0))
         self.moves, self.shifts = moves, np.arange(-reach, reach + 1)
         at, size = moves + reach, len(self.shifts)
-        self.chunks = (np.arange(moves.shape[1] - 1) * size + at[:, :-1]) * size + at[:, 1:]
+        chunks = (np.arange(moves.shape[1] - 1) * size + at[:, :-1]) * size + at[:, 1:]
+        self.chunks = np.ascontiguousarray(chunks.T)
 
 
 class Search:
@@ -60,8 +63,8 @@ class Search:
     ):
         self._evenness = evenness
         self._chunks, self._num_layers = len(placement), cost.shape[-1] - 1
-        self._stage = np.eye(max(placement) + 1)[list(placement)]  # [chunks, stages]
-        total = cost[..., 0, -1].max() / self._stage.shape[1]
+        self._placement, self._stages = placement, max(placement) + 1
+        total = cost[..., 0, -1].max() / self._stages
         own = np.broadcast_to(cost, (self._chunks, *cost.shape[-2:]))
         # Chunks of equal cost share a matrix: one for each wouldn't fit into the processor's cache.
         self._cost = _finite((own if own.strides[0] else own[:1]) / (total or 1.0))
@@ -122,12 +125,12 @@ class Search:
                 return bounds
 
     def _parts(self, cost: FloatArray, bounds: _Bounds) -> FloatArray:
-        """Return the cost of each chunk; bounds [..., chunks + 1] that are no split get an impossible one."""
-        inside = np.clip(bounds, 0, self._num_layers)
-        return cost[np.arange(len(cost)), inside[..., :-1], inside[..., 1:]]
+        """Return the cost of each chunk; bounds [splits, chunks + 1] that are no split get an impossible one."""
+        inside = np.clip(bounds, 0, self._num_layers).T
+        return cost[np.arange(len(cost))[:, None], inside[:-1], inside[1:]]
 
     def _parts_moved(self, cost: FloatArray, bounds: _Bounds, by: _Moves) -> FloatArray:
-        """Return the cost of each chunk after each move, [..., moves, chunks]. bounds: [..., chunks + 1]."""
+        """Return the cost of each chunk after each move, [..., chunks, moves]. bounds: [..., chunks + 1]."""
         inside = np.clip(bounds[..., None] + by.shifts, 0, self._num_layers)
         # Few different chunks: of each with all ends that it may have.
         ends = np.arange(len(cost))[:, None, None], inside[..., :-1, :, None], inside[..., 1:, None, :]
@@ -137,13 +140,20 @@ class Search:
         """Return by which share of the limit the fullest stage holds too much."""
         if self._held is None:
             return np.zeros(())
-        return np.maximum(_largest(parts_of(self._held) @ self._stage) - 1.0, 0.0)
+        return np.maximum(_largest(self._loads(parts_of(self._held))) - 1.0, 0.0)
+
+    def _loads(self, parts: FloatArray) -> FloatArray:
+        """Return the sums over each stage's chunks, [..., stages, splits]. A matrix product would wake BLAS's threads."""
+        loads = np.zeros((*parts.shape[:-2], self._stages, parts.shape[-1]))
+        for chunk, stage in enumerate(self._placement):
+            loads[..., stage, :] += parts[..., chunk, :]
+        return loads
 
     def _score(self, parts_of: _PartsOf) -> FloatArray:
         """Return the objective of the descent: the largest stage, and a little of the others, to leave plateaus."""
         parts = parts_of(self._cost)
-        loads = parts @ self._stage
-        spread = 1e-3 * np.sqrt(_over_last(np.add, loads * loads) / loads.shape[-1])
+        loads = self._loads(parts)
+        spread = 1e-3 * np.sqrt((loads * loads).sum(axis=-2) / self._stages)
         return 1e6 * self._excess(parts_of) + _largest(loads) + self._unevenness(parts) + spread
 
     def _least(self, parts_of: _PartsOf) -> int:
@@ -152,24 +162,21 @@ class Search:
         The excess decides, then the pace, then the largest chunk, then the sum of squares.
         """
         parts = parts_of(self._cost)
-        left = np.arange(len(parts))
+        left = np.arange(parts.shape[-1])
         if self._held is not None:
             left = _lowest(left, self._excess(parts_of))
-        left = _lowest(left, (_largest(parts @ self._stage) + self._unevenness(parts))[left])
-        left = _lowest(left, _largest(parts[left]))
-        return int(_lowest(left, _over_last(np.add, parts[left] * parts[left]))[-1])
+        left = _lowest(left, (_largest(self._loads(parts)) + self._unevenness(parts))[left])
+        left = _lowest(left, _largest(parts[:, left]))
+        return int(_lowest(left, (parts[:, left] ** 2).sum(axis=0))[-1])
 
     def _unevenness(self, parts: FloatArray) -> FloatArray | float:
         return self._evenness * _largest(parts) if self._evenness else 0.0
 
 
-def _over_last(combine: np.ufunc, values: FloatArray) -> FloatArray:
-    """Return combine.reduce(values, axis=-1), in less time for an axis of few elements."""
-    return reduce(combine, np.moveaxis(values, -1, 0))
-
-
 def _largest(values: FloatArray) -> FloatArray:
-    return _over_last(np.maximum, values)
+    """Return the largest of each split, [..., splits]. values: of chunks or stages, [..., chunks, splits]."""
+    largest: FloatArray = values.max(axis=-2)
+    return largest
 
 
 def _finite(cost: FloatArray) -> FloatArray:
