@@ -139,22 +139,18 @@ class SplitLayout(Chunks):
         ]
         return of_stages(np.array(seconds), self.placement)
 
-    @cached_property
-    def optimizer_seconds(self) -> float:
-        """The seconds of the optimizer's step on the slowest stage.
+    def update_seconds(self, stage: int) -> float:
+        """Return the seconds of the optimizer's step on a stage.
 
         Offloaded state is copied in both directions at once, while other state is updated.
         """
+        own, policy, replicas = self.stages[stage], self.policies[stage], self.layout.replicas
+        moved = [update_traffic(own, policy, replicas)]
+        if policy.offload is not None or policy.weight_offload is not None:
+            moved += offload_traffic(own, policy, replicas)
         rates = "memory_bandwidth", "host_bandwidth", "host_memory_bandwidth", "disk_bandwidth"
-
-        def seconds(own: Sequence[ParameterInfo], policy: ZeroPolicy, stage: int) -> float:
-            moved = [update_traffic(own, policy, self.layout.replicas)]
-            if policy.offload is not None or policy.weight_offload is not None:
-                moved += offload_traffic(own, policy, self.layout.replicas)
-            speeds = [self.links.slowest(rate, stage) for rate in rates]
-            return max(nbytes / speed for nbytes, speed in zip(moved, speeds, strict=False))
-
-        return max(map(seconds, self.stages, self.policies, range(len(self.stages))))
+        speeds = [self.links.slowest(rate, stage) for rate in rates]
+        return max(nbytes / speed for nbytes, speed in zip(moved, speeds, strict=False))
 
     @cached_property
     def cost(self) -> StepCost:

@@ -183,7 +183,9 @@ class Predictor:
         """Predict a split layout. limits: see _limits."""
         simulation, memory = self._fill(split, compute, limits)
         cost, makespan = self._timed(split, simulation)
-        optimizer = self.calibration.factors["optimizer"].value * split.optimizer_seconds
+        optimizer = self.calibration.factors["optimizer"].value * max(
+            map(split.update_seconds, range(split.layout.stages))
+        )
         seconds = makespan + optimizer + self.calibration.fixed.value
         return StepPrediction(split, simulation, cost, makespan, optimizer, seconds, memory, limits)
 

@@ -219,7 +219,10 @@ class NearBounds:
         computing = predictor.cooled(float((loads + waits).max()), float(loads.mean()))
         host = layout.micro_batches * of_stages(split.times.host.sum(axis=0), split.placement)
         longest = max(computing, float(split.reduction_seconds().max()), float(host.max()))
-        return longest + predictor.calibration.factors["optimizer"].value * split.optimizer_seconds
+        largest = max(
+            range(layout.stages), key=lambda stage: sum(info.parameter.numel() for info in split.stages[stage])
+        )
+        return longest + predictor.calibration.factors["optimizer"].value * split.update_seconds(largest)
 
     def memory(self, layout: Layout) -> Iterator[StageMemory]:
         """Yield about the memory of the stages that may be the fullest, scaled from that of a single sample.

@@ -17,7 +17,7 @@ from parallel3d.planner.network.placement import Grid
 from parallel3d.planner.predict.costs import WORTH_HALVES, StepPrediction, fullness_of
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.predict.timing import Floats, Integers
-from parallel3d.planner.search.bounds import SINGLE_POLICIES, Bounds, NearBounds, between
+from parallel3d.planner.search.bounds import SINGLE_POLICIES, Bounds, NearBounds
 from parallel3d.planner.search.result import StageMemory
 from parallel3d.planner.search.space import LARGE, Space
 from parallel3d.planner.search.splits import split_within
@@ -57,8 +57,12 @@ class OutOfMemory:
 
 
 def out_of_memory(near: NearBounds, layout: Layout, least: float) -> OutOfMemory | None:
-    """Return a layout that doesn't fit by its rough memory, and that no other split of its layers makes fit, else None."""
-    is_too_large = any(fullness_of([stage]) > _fullest_to_split(layout) for stage in near.memory(layout))
+    """Return a layout that doesn't fit by its rough memory, and that no other split of its layers makes fit, else None.
+
+    If all stages are too full, a split makes none of them leaner without another one that gets fuller.
+    """
+    shares = [fullness_of([stage]) for stage in near.memory(layout)]
+    is_too_large = max(shares) > _fullest_to_split(layout) or min(shares) > 1.0
     return OutOfMemory(layout, near, least) if is_too_large else None
 
 
@@ -198,7 +202,7 @@ class BranchAndBound:
                 continue
             if self._least_share(k) <= 1.0 and not is_near:
                 is_new = least > bound
-                heappush(waiting, (least if is_new else max(bound, self._near_bound(layout)), n, k, not is_new))
+                heappush(waiting, (least if is_new else max(bound, self._near_bound(layout, best)), n, k, not is_new))
                 continue
             if is_near:
                 candidate = self._evaluate(layout, best)
@@ -226,26 +230,33 @@ class BranchAndBound:
                 if self._evaluate(layout).fits:
                     break
 
-    def _near_bound(self, layout: Layout) -> float:
-        """Return the predictor's bound, the same however many layers are recomputed together, and for ZeRO-2 and 3."""
+    def _near_bound(self, layout: Layout, best: float = inf) -> float:
+        """Return the predictor's bound, the same however many layers are recomputed together, and for ZeRO-2 and 3.
+
+        With policies by layer it may be any that isn't below `best`, if the exact one isn't either.
+        """
         if layout.is_by_layer:
-            return self._between_policies(layout)
+            return self._between_policies(layout, best)
         key = _with_whole_weights(layout).model_copy(update={"recompute": min(1, layout.recompute)})
         return self._least(key) / (WORTH_HALVES if layout.units else 1.0)
 
-    def _between_policies(self, layout: Layout) -> float:
-        """Return about the least seconds of a layout with policies by layer: between those of two policies, by the memory.
+    def _between_policies(self, layout: Layout, best: float) -> float:
+        """Return about the least seconds of a layout with policies by layer, by the memory.
 
-        Infinite if not even recomputing everything fits.
+        They are between those of a single policy that fits and of the next shorter one, which doesn't. Infinite if none fits.
         """
-        points: list[tuple[float, float]] = []
-        for policy, recompute in SINGLE_POLICIES:
-            one = layout.model_copy(update={"policy": policy, "recompute": recompute})
-            points.append((self._near_bound(one), fullness_of([next(self._near.memory(one))])))
-            if points[-1][1] <= 1.0:  # what saves more takes longer
+        single = [layout.model_copy(update={"policy": p, "recompute": r}) for p, r in SINGLE_POLICIES]
+        if (least := self._near_bound(single[0]) / _LOOSE) >= best:  # all others take longer
+            return least
+        shares: list[float] = []
+        for one in reversed(single):  # the leanest first
+            shares.append(fullness_of([next(self._near.memory(one))]))
+            if shares[-1] > 1.0:
                 break
-        seconds, shares = np.array(points).T
-        return float(between(seconds, shares)) / _LOOSE
+        if shares[0] > 1.0:
+            return inf
+        seconds = [self._near_bound(one) for one in single[::-1][len(shares) - 2 : len(shares)]]
+        return min(seconds[0], float(np.interp(1.0, shares[-2:], seconds))) / _LOOSE
 
     def _evaluate(self, layout: Layout, best: float = np.inf) -> StepPrediction | OutOfMemory:
         """Predict a layout, see `evaluate`, unless it can't fit."""
