@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -77,10 +76,12 @@ class Bounds:
         rows = (space.tensor_ranks == same[0]) & (space.sequence_parallel == same[1]) & (space.policy == same[2])
         some = space.where(rows)
         if POLICIES[same[2]] == "auto":
+            # With policies by layer the time is between those of two single ones, by the memory; infinite if none fits.
             single = [some.under(policy, recompute) for policy, recompute in SINGLE_POLICIES]
             seconds = [self._bound_seconds(own, by_policy=True) for own in single]
             shares = [self._bound_bytes(own, by_policy=True)[0] / self._capacity for own in single]
-            self.seconds[rows] = between(np.array(seconds), np.array(shares))
+            columns = zip(np.array(shares[::-1]).T, np.array(seconds[::-1]).T, strict=True)
+            self.seconds[rows] = [np.interp(1.0, share, each, left=np.inf) for share, each in columns]
             return
         self.seconds[rows] = self._bound_seconds(some, by_policy=True)
         self.bytes[rows], _ = self._bound_bytes(some, by_policy=True)
@@ -176,21 +177,6 @@ def groups_of(*columns: npt.NDArray[Any]) -> list[Integers]:
         rows = rows * (int(column.max(initial=0)) + 1) + column
     order = np.argsort(rows, kind="stable")
     return np.split(order, np.flatnonzero(np.diff(rows[order])) + 1) if len(rows) else []
-
-
-def between(seconds: Floats, shares: Floats) -> Floats:
-    """Return the least seconds of layouts with policies by layer, about, from those of single policies, [policies, ...].
-
-    shares: of the memory that these fill. Seconds are on the line between those of a policy that fits and of one that doesn't;
-    infinite if none fits.
-    """
-    fits = shares <= 1.0
-    found: Floats = np.where(fits, seconds, np.inf).min(axis=0)
-    for less, more in permutations(range(len(seconds)), 2):
-        part = (shares[less] - 1.0) / np.where(shares[less] > shares[more], shares[less] - shares[more], np.inf)
-        line = seconds[less] + part * (seconds[more] - seconds[less])
-        found = np.where(fits[more] & ~fits[less], np.minimum(found, line), found)
-    return found
 
 
 class NearBounds:
