@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from parallel3d.atomic_write import write_whole
-from parallel3d.config.layout import given_section, parse_layout
+from parallel3d.config.layout import PartialLayout, given_section, parse_layout
 from parallel3d.costs.forked import ForkedCalls
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import find_run_records
@@ -75,8 +75,9 @@ def run(options: argparse.Namespace, process: ForkedCalls | None) -> int:
         from parallel3d.planner.calibrate.measure_worker import measure_model  # it imports all that trains
 
         measured = measure_model(model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    all_open = PartialLayout()
     question = Question(
-        model, cluster, options.global_batch, options.top, None, calibration, measured, options.auto, process
+        model, cluster, options.global_batch, options.top, all_open, calibration, measured, options.auto, process
     )
     planner = Planner(question)
     if process is not None:
@@ -111,7 +112,7 @@ def _offload(planner: Planner, result: PlanResult, console: Console) -> tuple[Pl
             continue
         tried.append(config)
         # Without ZeRO-3 weights aren't offloaded, and that is planned already.
-        fixed = parse_layout("zero3") if "offload_param" in sections else None
+        fixed = parse_layout("zero3") if "offload_param" in sections else question.fixed
         try:
             other = Planner(replace(question, model=replace(question.model, config=config), fixed=fixed), planner)
         except ConfigError as error:  # such as of an optimizer whose state can't be offloaded

@@ -59,7 +59,7 @@ class Question:
     cluster: Cluster
     global_batch: int
     num_best: int = 5
-    fixed: PartialLayout | None = None
+    fixed: PartialLayout = field(default_factory=PartialLayout)
     calibration: Calibration = field(default_factory=Calibration)
     measured: Sequence[LayerCost] | None = None
     every_auto: bool = False
@@ -125,7 +125,7 @@ class Planner:
             space = whole
         if len(space):
             return space
-        if fixed is not None and len(enumerate_space(count, batch, layers, halves, tensor_ranks)):
+        if fixed.given and len(enumerate_space(count, batch, layers, halves, tensor_ranks)):
             raise ConfigError(
                 f"no layout of {count} GPUs with a global batch of {batch} is {fixed.text!r}; leave some of it open"
             )
@@ -140,7 +140,7 @@ class Planner:
         Raises ConfigError if they aren't known but the user wants them.
         """
         model, fixed = self.question.model, self.question.fixed
-        if fixed is not None and fixed.units == "half":
+        if fixed.units == "half":
             return model.in_halves().layers
         pipeline, compiled = (given_section(model.config, section) for section in ("pipeline", "compile"))
         chooses = pipeline.get("checkpointable_layers") is not None or compiled.get("layers") is not None
@@ -161,7 +161,7 @@ class Planner:
     def _with_policies(self, step: StepPrediction) -> StepPrediction:
         """Give each layer of a layout that recomputes all of them a policy of its own, if that makes the step shorter."""
         layout, fixed = step.layout, self.question.fixed
-        if layout.recompute != 1 or layout.is_by_layer or (fixed is not None and "recompute" in fixed.given):
+        if layout.recompute != 1 or layout.is_by_layer or "recompute" in fixed.given:
             return step
         other = layout.model_copy(update={"policy": "auto"})
         other_step = evaluate(self.predictor, other, step.split.links.ranks.ravel().tolist(), step.split.bounds)
@@ -170,8 +170,7 @@ class Planner:
     def _with_autos(self, found: list[StepPrediction], search: BranchAndBound) -> list[StepPrediction]:
         """Add schedule "auto" on the best candidate's chunks if that is quick; if asked for, on all chunks, and it alone."""
         found = sorted(found, key=lambda c: c.rank)
-        question = self.question
-        schedule = None if question.fixed is None else question.fixed.decided("schedule")
+        question, schedule = self.question, self.question.fixed.decided("schedule")
         if schedule not in (None, "auto"):
             return found
         if schedule == "auto":

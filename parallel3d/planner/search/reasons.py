@@ -66,7 +66,7 @@ def _does_not_fit(memory: Sequence[StageMemory]) -> str:
 def _ruled_out(search: BranchAndBound, known: set[Grid], winner: Prediction | None) -> list[Rejected]:
     """Return one layout of each shape of which none was evaluated."""
     found: list[Rejected] = []
-    space, bounds, shares = search.space, search.bounds, search.least_shares
+    space, bounds, shares = search.space, search.bounds, search.least_shares()
     groups = groups_of(space.stages, space.replicas, space.tensor_ranks)
     for k in sorted((int(own[bounds.seconds[own].argmin()]) for own in groups), key=lambda k: bounds.seconds[k]):
         layout, seconds = space.layout(k), bounds.seconds[k]
@@ -111,7 +111,7 @@ def what_would_fit(search: BranchAndBound) -> tuple[str, int]:
     if not len(possible):
         reasons = "; ".join(search.bounds.why_not_sharded.values())
         return f"nothing can be built on {have} GPUs: {reasons}; or give another number of GPUs, or --global-batch", 0
-    text, needed, capacity = _at_least(search, int(possible[search.least_shares[possible].argmin()]))
+    text, needed, capacity = _at_least(search, int(possible[search.least_shares(possible).argmin()]))
     return (
         f"nothing fits: {text}, however they are spread over {have} GPUs. The smallest change: about "
         f"{_doubled(have, needed / capacity)} GPUs, or more than {ceil(needed / _GIB)} GiB"

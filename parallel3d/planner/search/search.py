@@ -134,14 +134,12 @@ class BranchAndBound:
     def _seconds(self) -> Floats:
         return self.bounds.seconds / np.where(self.space.halves, WORTH_HALVES, 1.0)
 
-    @property
-    def least_shares(self) -> Floats:
-        """At least the used share of each layout's device or host, [layouts]."""
-        shares: Floats = np.maximum(self.bounds.bytes / self.capacity, self.bounds.host / self.host_capacity)
+    def least_shares(self, chosen: int | Integers | slice = slice(None)) -> Floats:
+        """Return at least the used share of the device or host of some layouts of the space, by default of all."""
+        shares: Floats = np.maximum(
+            self.bounds.bytes[chosen] / self.capacity, self.bounds.host[chosen] / self.host_capacity
+        )
         return shares
-
-    def _least_share(self, k: int) -> float:
-        return float(max(self.bounds.bytes[k] / self.capacity, self.bounds.host[k] / self.host_capacity))
 
     @property
     def candidates(self) -> list[StepPrediction]:
@@ -155,7 +153,7 @@ class BranchAndBound:
 
     def run(self) -> list[StepPrediction]:
         """Return the candidates that fit, the best first; none if nothing fits."""
-        possible = np.flatnonzero(np.isfinite(self.bounds.seconds) & (self.least_shares <= 1.0))
+        possible = np.flatnonzero(np.isfinite(self.bounds.seconds) & (self.least_shares() <= 1.0))
         order = possible[np.argsort(self._seconds[possible], kind="stable")]
         if len(self._predictor.network.cluster.gpus) > LARGE:
             # Predictions take long: whole blocks are searched first, and then half blocks in the best shape alone.
@@ -200,7 +198,7 @@ class BranchAndBound:
             layout, least = self._layout(k), float(self.bounds.seconds[k] / worth[k])
             if _with_whole_weights(layout) in fitting:
                 continue
-            if self._least_share(k) <= 1.0 and not is_near:
+            if self.least_shares(k) <= 1.0 and not is_near:
                 is_new = least > bound
                 heappush(waiting, (least if is_new else max(bound, self._near_bound(layout, best)), n, k, not is_new))
                 continue

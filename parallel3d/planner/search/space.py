@@ -25,6 +25,7 @@ _HALVES_RECOMPUTED = (*RECOMPUTED, 8)
 POLICIES = (None, "cheap", "attention", "auto")
 # Most chunks of all stages for which an order is searched: for more the search is too slow, on many ranks even earlier.
 _MOST_SEARCHED, _MOST_SEARCHED_LARGE, LARGE = 32, 16, 4096
+_OPEN = PartialLayout()  # nothing is decided
 _BY_LAYER = 512  # most ranks on which policies by layer are searched: on more, the best layouts alone get some
 # Most chunks of all stages x micro-batches of a breadth-first program (arXiv:2211.05953), which holds all micro-batches.
 _MOST_BREADTH = 2048
@@ -159,7 +160,7 @@ def enumerate_space(
     num_layers: int,
     num_halves: int,
     tensor_ranks: Sequence[int],
-    fixed: PartialLayout | None = None,
+    fixed: PartialLayout = _OPEN,
     offloads: bool = False,
 ) -> Space:
     """Return all layouts of this many ranks whose micro-batches make up the global batch (samples).
@@ -169,7 +170,6 @@ def enumerate_space(
     - fixed: what the user has decided of the layout, also values that aren't searched otherwise.
     - offloads: whether ZeRO-3 keeps shards of weights in host memory, also of a single replica.
     """
-    fixed = fixed or PartialLayout()
     choices = _choices(num_ranks, num_layers, num_halves, tensor_ranks, fixed)
     axes = np.meshgrid(*(np.array(values, dtype=np.int64) for values in choices.values()), indexing="ij")
     columns = {name: axis.ravel() for name, axis in zip(choices, axes, strict=True)}

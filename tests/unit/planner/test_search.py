@@ -14,7 +14,7 @@ from planner_clusters import with_quick_hosts
 from torch import nn
 
 from parallel3d.config import load
-from parallel3d.config.layout import Layout, parse_layout
+from parallel3d.config.layout import Layout, PartialLayout, parse_layout
 from parallel3d.errors import ConfigError
 from parallel3d.models import DecoderConfig, decoder
 from parallel3d.planner.calibrate.calibration import Calibration, Factor
@@ -370,7 +370,7 @@ def test_what_fits_but_roughly_is_not_called_fitting(monkeypatch: pytest.MonkeyP
 )
 def test_impossible_questions_get_an_error(count: int, batch: int, fixed: str | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        answer(hosts(count), batch, fixed=None if fixed is None else parse_layout(fixed))
+        answer(hosts(count), batch, fixed=PartialLayout() if fixed is None else parse_layout(fixed))
 
 
 @pytest.mark.parametrize(("name", "moments"), [("Adafactor", 0), ("Muon", 1)])
