@@ -61,8 +61,9 @@ def out_of_memory(near: NearBounds, layout: Layout, least: float) -> OutOfMemory
 
     If all stages are too full, a split makes none of them leaner without another one that gets fuller.
     """
-    shares = [fullness_of([stage]) for stage in near.memory(layout)]
-    is_too_large = max(shares) > _fullest_to_split(layout) or min(shares) > 1.0
+    # `near` computes a stage when it is asked for, and keeps it.
+    is_too_large = any(fullness_of([stage]) > _fullest_to_split(layout) for stage in near.memory(layout))
+    is_too_large = is_too_large or all(fullness_of([stage]) > 1.0 for stage in near.memory(layout))
     return OutOfMemory(layout, near, least) if is_too_large else None
 
 
