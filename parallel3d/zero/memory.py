@@ -190,46 +190,37 @@ def unit_sizes(
     return sizes
 
 
-def update_traffic(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int, moments: int = 2) -> int:
-    """Return the bytes that a rank reads and writes from reduced gradients to updated weights, before these are gathered.
+class UpdateTraffic(NamedTuple):
+    """Bytes that a rank moves from reduced gradients to updated weights, before these are gathered.
 
-    Gradients are read for the norm and for the step, which writes them back clipped, as torch's fused kernels do; masters
-    and optimizer state are read and written; weights are written unless they are their own masters.
-    """
-    total = 0
-    for layout in _layouts(parameters, policy, data_size):
-        weight, master = layout.weight_dtype, layout.master_dtype
-        each = 3 * layout.gradient_dtype.itemsize + 2 * (1 + moments) * master.itemsize
-        each += weight.itemsize if weight != master else 0
-        total += each * layout.shard_numel
-    return total
-
-
-class OffloadTraffic(NamedTuple):
-    """Bytes that an update of offloaded state moves.
-
-    copied: over the device's link to the host, in the direction that has more; updated: read and written in host memory by a
-    step on the CPU; on_disk: written to the disk, and no more read from it.
+    on_device: read and written in the device's memory; copied: over its link to the host, in the direction that has more;
+    updated: read and written in host memory by a step on the CPU; on_disk: written to the disk, and no more read from it.
     """
 
+    on_device: int
     copied: int
     updated: int
     on_disk: int
 
 
-def offload_traffic(
+def update_traffic(
     parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int, moments: int = 2
-) -> OffloadTraffic:
-    """Return the bytes that an update of a rank's offloaded state moves, and of its weights to shards in host memory.
+) -> UpdateTraffic:
+    """Return the bytes that an update of a rank's parameters moves.
+
+    On the device gradients are read for the norm and for the step, which writes them back clipped, as torch's fused kernels do;
+    masters and optimizer state are read and written; weights are written unless they are their own masters. Offloaded state
+    counts as if it were there.
 
     A step on the CPU reads and writes masters and optimizer state. It writes gradients as they arrive, reads them, writes them
     in the masters' dtype, clips them and reads them; it reads masters once more, and writes weights, which are read.
     """
-    copied = updated = on_disk = 0
+    on_device = copied = updated = on_disk = 0
     for layout in _layouts(parameters, policy, data_size):
-        gradient, master, weight = (
-            d.itemsize for d in (layout.gradient_dtype, layout.master_dtype, layout.weight_dtype)
-        )
+        dtypes = layout.gradient_dtype, layout.master_dtype, layout.weight_dtype
+        gradient, master, weight = (dtype.itemsize for dtype in dtypes)
+        own_weight = weight * (layout.weight_dtype != layout.master_dtype)
+        on_device += (3 * gradient + 2 * (1 + moments) * master + own_weight) * layout.shard_numel
         each, states = weight * layout.weights_offloaded, moments + layout.has_own_master
         on_disk += in_blocks(_host_shard(layout)) * layout.weights_on_disk
         if layout.is_offloaded and policy.offload is not None:
@@ -240,7 +231,7 @@ def offload_traffic(
             else:
                 each += states * master
         copied += each * layout.shard_numel
-    return OffloadTraffic(copied, updated, on_disk)
+    return UpdateTraffic(on_device, copied, updated, on_disk)
 
 
 def communicated_bytes(parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int) -> int:

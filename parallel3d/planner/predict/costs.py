@@ -22,7 +22,7 @@ from parallel3d.planner.search.result import StageMemory
 from parallel3d.schedule.instructions import Op, Program
 from parallel3d.schedule.lifetimes import LiveLimits
 from parallel3d.schedule.timing import Cost, CriticalPath, Simulation, Timeline
-from parallel3d.zero.memory import offload_traffic, update_traffic
+from parallel3d.zero.memory import update_traffic
 from parallel3d.zero.policy import ZeroPolicy
 
 # Collectives over a chunk's replicas, and how often they run in a step.
@@ -144,13 +144,9 @@ class SplitLayout(Chunks):
 
         Offloaded state is copied in both directions at once, while other state is updated.
         """
-        own, policy, replicas = self.stages[stage], self.policies[stage], self.layout.replicas
-        moved = [update_traffic(own, policy, replicas)]
-        if policy.offload is not None or policy.weight_offload is not None:
-            moved += offload_traffic(own, policy, replicas)
+        moved = update_traffic(self.stages[stage], self.policies[stage], self.layout.replicas)
         rates = "memory_bandwidth", "host_bandwidth", "host_memory_bandwidth", "disk_bandwidth"
-        speeds = [self.links.slowest(rate, stage) for rate in rates]
-        return max(nbytes / speed for nbytes, speed in zip(moved, speeds, strict=False))
+        return max(nbytes / self.links.slowest(rate, stage) for nbytes, rate in zip(moved, rates, strict=True))
 
     @cached_property
     def cost(self) -> StepCost:
