@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,9 +45,10 @@ class Kind:
     in_fp8: bool
 
 
-@dataclass(frozen=True)
-class BucketLayout:
+class BucketLayout(NamedTuple):
     """The parameters of one bucket, all of one kind and with the same owners, and where each starts in `numel` elements.
+
+    A plan makes hundreds of thousands of them, and a dataclass takes five times as long to make.
 
     num_shards: the number of equal parts; one rank updates each.
     is_sharded: whether the weights, too, live as shards, and are gathered while they are used. The parameters are of one unit.
@@ -193,12 +195,12 @@ def lay_out(infos: Sequence[ParameterInfo], policy: ZeroPolicy, num_shards: int)
             on_host = on_disk or (layouts[k].is_sharded and takes)
             # The single shard of one replica is whole: on the device it needs no gathers.
             is_sharded = on_host or (layouts[k].is_sharded and num_shards > 1)
-            layouts[k] = replace(layouts[k], weights_offloaded=on_host, weights_on_disk=on_disk, is_sharded=is_sharded)
+            layouts[k] = layouts[k]._replace(weights_offloaded=on_host, weights_on_disk=on_disk, is_sharded=is_sharded)
     if (state := policy.offload) is not None:
         offloaded = list(_share((layout.numel for layout in layouts), state.ratio))
         kept = _share((one.numel * takes for one, takes in zip(layouts, offloaded, strict=True)), state.host_ratio)
         layouts = [
-            replace(one, is_offloaded=takes, state_on_disk=takes and not on_host)
+            one._replace(is_offloaded=takes, state_on_disk=takes and not on_host)
             for one, takes, on_host in zip(layouts, offloaded, kept, strict=True)
         ]
     return layouts
