@@ -48,6 +48,7 @@ class Bounds:
       before or after it. Infinite if the model can't be split over this number of tensor-parallel ranks.
     - bytes: of the fullest rank, with state and activations in flight spread evenly, and the allocator's gaps; before `refine`
       as if layers that are recomputed in part were recomputed whole. host: of what it offloads to the host's memory.
+    - capacity: bytes of the largest device; host_capacity: of a host's memory for a rank.
     - why_not_sharded: number of tensor-parallel ranks -> the reason why layers can't be split over them.
     """
 
@@ -57,13 +58,19 @@ class Bounds:
         fastest = min(devices, key=lambda device: compute_seconds(Work(1e15, 1e14, 1e12), device))
         self._device = fastest.model_copy(update={"host_seconds": min(device.host_seconds for device in devices)})
         self.why_not_sharded: dict[int, str] = {}
-        self._capacity = max(predictor.capacity([device])[0] for device in devices)
+        sizes = [predictor.capacity([device]) for device in devices]
+        self.capacity, self.host_capacity = map(max, zip(*sizes, strict=True))
         self._refined: set[tuple[Any, ...]] = set()
         self._reduction = cache(self._seconds_reducing)
         self.seconds, found = self._bound_seconds(space), np.zeros((2, len(space)))
         possible = np.isfinite(self.seconds)
         found[:, possible] = self._bound_bytes(space.where(possible))
         self.bytes, self.host = found
+
+    def least_shares(self, chosen: int | Integers | slice = slice(None)) -> Floats:
+        """Return at least the used share of the device or host of some layouts of the space, by default of all."""
+        shares: Floats = np.maximum(self.bytes[chosen] / self.capacity, self.host[chosen] / self.host_capacity)
+        return shares
 
     def refine(self, space: Space, k: int) -> None:
         """Bound layout k of a space again, by the traces of its policy, and all others that share them."""
@@ -79,7 +86,7 @@ class Bounds:
             # With policies by layer the time is between those of two single ones, by the memory; infinite if none fits.
             single = [some.under(policy, recompute) for policy, recompute in SINGLE_POLICIES]
             seconds = [self._bound_seconds(own, by_policy=True) for own in single]
-            shares = [self._bound_bytes(own, by_policy=True)[0] / self._capacity for own in single]
+            shares = [self._bound_bytes(own, by_policy=True)[0] / self.capacity for own in single]
             columns = zip(np.array(shares[::-1]).T, np.array(seconds[::-1]).T, strict=True)
             self.seconds[rows] = [np.interp(1.0, share, each, left=np.inf) for share, each in columns]
             return

@@ -10,7 +10,7 @@ import numpy as np
 from parallel3d.planner.formats import duration
 from parallel3d.planner.network.placement import Grid
 from parallel3d.planner.predict.costs import StepPrediction, fullness_of
-from parallel3d.planner.search.bounds import groups_of
+from parallel3d.planner.search.bounds import Bounds, groups_of
 from parallel3d.planner.search.result import Prediction, Rejected, StageMemory
 from parallel3d.planner.search.search import BranchAndBound, OutOfMemory
 
@@ -66,7 +66,7 @@ def _does_not_fit(memory: Sequence[StageMemory]) -> str:
 def _ruled_out(search: BranchAndBound, known: set[Grid], winner: Prediction | None) -> list[Rejected]:
     """Return one layout of each shape of which none was evaluated."""
     found: list[Rejected] = []
-    space, bounds, shares = search.space, search.bounds, search.least_shares()
+    space, bounds, shares = search.space, search.bounds, search.bounds.least_shares()
     groups = groups_of(space.stages, space.replicas, space.tensor_ranks)
     for k in sorted((int(own[bounds.seconds[own].argmin()]) for own in groups), key=lambda k: bounds.seconds[k]):
         layout, seconds = space.layout(k), bounds.seconds[k]
@@ -75,7 +75,7 @@ def _ruled_out(search: BranchAndBound, known: set[Grid], winner: Prediction | No
         if not np.isfinite(seconds):
             why = bounds.why_not_sharded[layout.tensor_ranks]
         elif shares[k] > 1.0:
-            why = _at_least(search, k)[0]
+            why = _at_least(bounds, k)[0]
         elif winner is not None:
             why = f"can't be under {duration(seconds)}, its compute and reductions evenly spread, and its pipeline's filling"
         else:
@@ -107,22 +107,23 @@ def what_would_fit(search: BranchAndBound) -> tuple[str, int]:
             f"{owner} with {ceil(needed / _GIB)} GiB, about {_doubled(have, share)} GPUs instead of {have}, or shorter samples "
             "(--seq)"
         ), needed - capacity
-    possible = np.flatnonzero(np.isfinite(search.bounds.seconds))
+    bounds = search.bounds
+    possible = np.flatnonzero(np.isfinite(bounds.seconds))
     if not len(possible):
-        reasons = "; ".join(search.bounds.why_not_sharded.values())
+        reasons = "; ".join(bounds.why_not_sharded.values())
         return f"nothing can be built on {have} GPUs: {reasons}; or give another number of GPUs, or --global-batch", 0
-    text, needed, capacity = _at_least(search, int(possible[search.least_shares(possible).argmin()]))
+    text, needed, capacity = _at_least(bounds, int(possible[bounds.least_shares(possible).argmin()]))
     return (
         f"nothing fits: {text}, however they are spread over {have} GPUs. The smallest change: about "
         f"{_doubled(have, needed / capacity)} GPUs, or more than {ceil(needed / _GIB)} GiB"
     ), needed - capacity
 
 
-def _at_least(search: BranchAndBound, k: int) -> tuple[str, int, int]:
+def _at_least(bounds: Bounds, k: int) -> tuple[str, int, int]:
     """Say what a layout needs by its bounds, of the memory that it fills most; also return these bytes, and its capacity."""
-    needed, capacity, what = round(search.bounds.bytes[k]), search.capacity, "state and activations take"
-    if search.bounds.host[k] / search.host_capacity > needed / capacity:
-        needed, capacity = round(search.bounds.host[k]), search.host_capacity
+    needed, capacity, what = round(bounds.bytes[k]), bounds.capacity, "state and activations take"
+    if bounds.host[k] / bounds.host_capacity > needed / capacity:
+        needed, capacity = round(bounds.host[k]), bounds.host_capacity
         what = "masters and optimizer state in host memory take"
     return f"{what} at least {needed / _GIB:.1f} GiB a rank, of {capacity / _GIB:.1f}", needed, capacity
 

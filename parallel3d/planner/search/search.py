@@ -116,16 +116,13 @@ class BranchAndBound:
     Bounds are found for all layouts at once. In their order, each layout gets a nearer bound of its own, and those that could
     still be the best are predicted.
 
-    num_best: candidates that are to be listed; capacity: bytes of the largest device, and host_capacity: of a host's memory for
-    a rank; evaluated: all layouts that weren't ruled out by bounds; those that can't fit,
+    num_best: candidates that are to be listed; evaluated: all layouts that weren't ruled out by bounds; those that can't fit,
     which shows without a prediction, are OutOfMemory.
     """
 
     def __init__(self, predictor: Predictor, space: Space, num_best: int = 5):
         self._predictor, self.space, self._num_best = predictor, space, num_best
         self.bounds = Bounds(predictor, space)
-        sizes = [predictor.capacity([device]) for device in {gpu.device for gpu in predictor.network.cluster.gpus}]
-        self.capacity, self.host_capacity = map(max, zip(*sizes, strict=True))
         self.evaluated: dict[Layout, StepPrediction | OutOfMemory] = {}
         self._layout = cache(space.layout)
         self._near = NearBounds(predictor)
@@ -134,13 +131,6 @@ class BranchAndBound:
     @property
     def _seconds(self) -> Floats:
         return self.bounds.seconds / np.where(self.space.halves, WORTH_HALVES, 1.0)
-
-    def least_shares(self, chosen: int | Integers | slice = slice(None)) -> Floats:
-        """Return at least the used share of the device or host of some layouts of the space, by default of all."""
-        shares: Floats = np.maximum(
-            self.bounds.bytes[chosen] / self.capacity, self.bounds.host[chosen] / self.host_capacity
-        )
-        return shares
 
     @property
     def candidates(self) -> list[StepPrediction]:
@@ -154,7 +144,7 @@ class BranchAndBound:
 
     def run(self) -> list[StepPrediction]:
         """Return the candidates that fit, the best first; none if nothing fits."""
-        possible = np.flatnonzero(np.isfinite(self.bounds.seconds) & (self.least_shares() <= 1.0))
+        possible = np.flatnonzero(np.isfinite(self.bounds.seconds) & (self.bounds.least_shares() <= 1.0))
         order = possible[np.argsort(self._seconds[possible], kind="stable")]
         if len(self._predictor.network.cluster.gpus) > LARGE:
             # Predictions take long: whole blocks are searched first, and then half blocks in the best shape alone.
@@ -199,7 +189,7 @@ class BranchAndBound:
             layout, least = self._layout(k), float(self.bounds.seconds[k] / worth[k])
             if _with_whole_weights(layout) in fitting:
                 continue
-            if self.least_shares(k) <= 1.0 and not is_near:
+            if self.bounds.least_shares(k) <= 1.0 and not is_near:
                 is_new = least > bound
                 heappush(waiting, (least if is_new else max(bound, self._near_bound(layout, best)), n, k, not is_new))
                 continue
@@ -221,7 +211,7 @@ class BranchAndBound:
         found = {candidate.layout.shape for candidate in self.fitting}
         others = [shape for shape in dict.fromkeys(map(tuple, shapes.tolist())) if shape not in found]
         groups = [order[(shapes == shape).all(axis=1)] for shape in others[: max(0, _ALTERNATIVES - len(found))]]
-        groups += [order[self.bounds.bytes[order] <= share * self.capacity][:_TRIES] for share in _LEANER]
+        groups += [order[self.bounds.bytes[order] <= share * self.bounds.capacity][:_TRIES] for share in _LEANER]
         is_quick = space.stages**2 * space.chunks <= _QUICK
         for group in groups:
             quick = map(space.layout, group[is_quick[group]].tolist())
