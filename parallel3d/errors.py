@@ -156,9 +156,13 @@ def printable(text: str, most: int = 2000) -> str:
 
 
 def nearest(word: str, vocabulary: Iterable[str]) -> str:
-    """Return " Did you mean 'x'?" for the closest known word, whatever its case, or "" if none is close."""
+    """Return " Did you mean 'x'?" for the closest known word, whatever its case, or "" if none is close.
+
+    The shortest that contains `word` is the closest, as zero_optimization for zero.
+    """
     known = {w.lower(): w for w in vocabulary}
     if (same := _ELSEWHERE.get(re.sub("[^a-z0-9]", "", word.lower()))) in known:
         return f" Did you mean {same!r}?"
-    close = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.6)
+    longer = [other for other in known if len(word) > 3 and word.lower() in other]
+    close = sorted(longer, key=len) or difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.6)
     return f" Did you mean {known[close[0]]!r}?" if close else ""

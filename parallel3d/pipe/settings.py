@@ -110,8 +110,8 @@ def _make_topology(num_stages: int | None, tensor_size: int) -> ProcessTopology:
     world_size = get_world_size()
     if num_stages is None:
         raise PartitionError("PipelineModule needs num_stages, a topology, or pipeline.stages in its configuration")
-    if num_stages < 1:
-        raise PartitionError(f"num_stages is {num_stages}; a pipeline has at least 1")
+    if not isinstance(num_stages, int) or num_stages < 1:
+        raise PartitionError(f"num_stages is {num_stages!r}; give a whole number of at least 1")
     ranks_per_replica = num_stages * tensor_size
     if world_size % ranks_per_replica:
         fitting = [n for n in range(1, world_size + 1) if world_size % (n * tensor_size) == 0]

@@ -116,6 +116,11 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ConfigError,
         "config is a Linear and model a dict; give them the other way round",
     ),
+    "stages as text": (
+        lambda: PipelineModule([LINEAR], num_stages="2"),  # type: ignore[arg-type]
+        PartitionError,
+        "num_stages is '2'; give a whole number of at least 1",
+    ),
     "module in a spec": (
         lambda: LayerSpec(nn.Linear(4, 4)),  # type: ignore[arg-type]
         PartitionError,

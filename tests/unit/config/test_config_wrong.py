@@ -19,6 +19,8 @@ WRONG = [
     ({"fp16": {"enabled": False, "loss_scal": 0}}, "unknown key 'fp16.loss_scal'. Did you mean 'loss_scale'?"),
     ({"num_chunks": 2}, "unknown key 'num_chunks'. Did you mean 'pipeline.num_chunks'?"),
     ({"pipeline": {"gradient_clipping": 1}}, "unknown key 'pipeline.gradient_clipping'. It belongs at the top level."),
+    ({"zero": {"stage": 2}}, "unknown key 'zero'. Did you mean 'zero_optimization'?"),
+    ({"micro_batch_size": 2}, "unknown key 'micro_batch_size'. Did you mean 'train_micro_batch_size_per_gpu'?"),
     ({3: 4}, "unknown key '3'. Known here: train_batch_size"),
     # wrong values
     ({"train_batch_size": 0}, "train_batch_size is 0: give a whole number >= 1"),
