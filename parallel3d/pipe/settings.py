@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def _make_topology(num_stages: int | None, tensor_size: int) -> ProcessTopology:
     world_size = get_world_size()
     if num_stages is None:
         raise PartitionError("PipelineModule needs num_stages, a topology, or pipeline.stages in its configuration")
-    if not isinstance(num_stages, int) or num_stages < 1:
+    if not isinstance(num_stages, Integral) or num_stages < 1:
         raise PartitionError(f"num_stages is {num_stages!r}; give a whole number of at least 1")
     ranks_per_replica = num_stages * tensor_size
     if world_size % ranks_per_replica:

@@ -113,6 +113,9 @@ def write_and_read(offload: dict[str, Any]) -> Any:
         weight.fill_(float(rank))
     with parallel3d.zero.GatheredParameters(weight):
         kept = weight.detach().clone()
+    with parallel3d.zero.GatheredParameters(weight):  # as PEFT merges adapters for a while: no error, and dropped
+        weight.data += 3.0
+        merged = weight.detach().clone()
     errors = []
     try:
         with parallel3d.zero.GatheredParameters(weight), torch.no_grad():
@@ -142,14 +145,15 @@ def write_and_read(offload: dict[str, Any]) -> Any:
             pass
     except parallel3d.Parallel3DError as error:
         errors.append(str(error))
-    return outside, kept, untouched, errors, len(state), stepped
+    return outside, kept, merged, untouched, errors, len(state), stepped
 
 
 @pytest.mark.parametrize("offload", [{}, {"offload_param": {"device": "cpu"}}])
 def test_whole_weights_are_read_and_written_in_a_context(run_ranks, offload: dict[str, Any]):
-    for outside, kept, untouched, errors, names, stepped in run_ranks(2, write_and_read, offload):
+    for outside, kept, merged, untouched, errors, names, stepped in run_ranks(2, write_and_read, offload):
         assert outside
         assert (kept == 1.0).all()
+        assert (merged == 4.0).all()
         assert (untouched == 1.0).all()
         assert "changed in GatheredParameters without modifier_rank" in errors[0]
         assert "state_dict() reads whole weights" in errors[1]
