@@ -119,7 +119,7 @@ def _kernel(choice: str) -> Any:
 class KernelsConfig(Section, keys="kernels"):
     """The CUDA kernels of this package to use, where the hardware has what they need; `p3d doctor` shows where.
 
-    All are off by default: among whole steps, only those of two replicas became faster, with optimizer_step (docs/kernels.md).
+    All are off by default: they need a compiler, and make whole steps at most 5% shorter (docs/kernels.md).
     """
 
     unset_by_auto = frozenset({"all_reduce", "reduce_scatter", "optimizer_step"})
