@@ -30,11 +30,13 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(Config.model_json_schema(), indent=2))
     elif options.keys:
         print(keys_as_markdown(), end="")
-    elif options.file is None or options.world is None:
+    elif options.file is None:
         raise ConfigError("give a configuration file and --world N, the number of ranks; or --keys, or --schema")
     else:
         reading = read(options.file, _parse_autos(options.auto))
         check_names(reading.config)
+        if options.world is None:
+            raise ConfigError(f"{options.file} can be read; give --world N, the number of ranks, to have it explained")
         show(explain(reading, options.world, options.pp))
     return 0
 

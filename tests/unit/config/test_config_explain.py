@@ -135,8 +135,8 @@ def _leaves(tree, path):
     ("arguments", "part"),
     [
         ([], "give a configuration file and --world N"),
-        (["c.json"], "give a configuration file and --world N"),
-        (["no.json", "--world", "1"], "no file no.json"),
+        (["no.json"], "no file no.json"),
+        ([str(FOLDER / "zero2_adamw_cosine_wandb.json")], "can be read; give --world N"),
         (
             ["c.json", "--world", "1", "--auto", "lr"],
             "--auto is 'lr'; give KEY=VALUE, such as optimizer.params.lr=1e-4",
