@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 from parallel3d.activity import BATCH, PHASE, Activity, Phase, is_in_first_step
@@ -149,7 +150,7 @@ class Watchdog:
         """Return whether this rank has waited for so long that some rank must be late, unless that one is untimed."""
         now, limit = time.monotonic(), self._limits.of(is_in_first_step(self._activity.slots))
         if self._has_moved():
-            self._seen, self._since = self._now(), now
+            self._seen, self._since, self._not_before = self._now(), now, now
         if now < max(self._since + limit, self._not_before):
             return False
         return self._activity.wait is not None or self._device_is_busy()
@@ -254,15 +255,16 @@ class Watchdog:
         if own.state is State.ASKED_TO_END:
             self._exit(_TERMINATED)
             return True
-        if self._failure is not None:
-            self._release(None)
         # Soon enough to find a rank that has just begun to be late.
         self._not_before = time.monotonic() + max(1.0, self._settings.timeout_s / 4)
+        self._release(None)
         return False
 
     def _release(self, verdict: Verdict | None) -> None:
+        """Let the main thread raise its exception, if it has one. Its wait is over, although still noted: it is not late."""
         failure, self._failure = self._failure, None
         if failure is not None:
+            self._seen, self._not_before = self._now(), inf  # until the script does something else
             failure.verdict = verdict
             failure.done.set()
 

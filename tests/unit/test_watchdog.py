@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from parallel3d.activity import EVALUATES, POSITION, STEADY, Activity, Phase, Waiting
 from parallel3d.config import FailuresConfig
+from parallel3d.errors import PeerError
 from parallel3d.failures.board import Board, Windows
 from parallel3d.failures.neighbours import FindProgram, place_in
 from parallel3d.failures.verdict import Kind, Place
@@ -185,6 +186,26 @@ def test_a_rank_that_alone_is_asked_to_end_is_named(job: Job) -> None:
     job.asked.add(1)
     assert job.ended(SIZE) == {0: 1, 1: 128 + signal.SIGTERM, 2: 1, 3: 1}
     assert (only(job)["rank"], only(job)["kind"]) == (1, Kind.ENDED)
+
+
+def test_a_rank_that_raises_for_a_verdict_may_take_long_to_end(job: Job) -> None:
+    """What it waited for when it raised is still noted. It is late again when it waits anew, as where the script goes on."""
+    job.windows = replace(WINDOWS, spread=0.2)
+    job.wait_for(1, 0, 2, 3)
+    job.asked.add(1)
+    job.watch(*range(SIZE))
+    verdict = job.watchdogs[0].failed(PeerError("the connection is closed", 1))
+    assert job.ended(3) == {1: 128 + signal.SIGTERM, 2: 1, 3: 1}
+    board = Board(job.store, "run", 0, SIZE, WINDOWS)
+    time.sleep(5 * TIMEOUT_S)
+    assert not board.is_open(1)
+    assert verdict is not None
+    assert (only(job)["line"], verdict.kind) == (verdict.line, Kind.ENDED)
+    job.wait_for(2, 0)
+    deadline = time.monotonic() + 20
+    while not board.is_open(1) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert board.is_open(1)
 
 
 @contextmanager
