@@ -257,7 +257,8 @@ class Watchdog:
             return True
         # Soon enough to find a rank that has just begun to be late.
         self._not_before = time.monotonic() + max(1.0, self._settings.timeout_s / 4)
-        self._release(None)
+        if own.state is State.FAILED:  # else an exception has come since, for the next incident
+            self._release(None)
         return False
 
     def _release(self, verdict: Verdict | None) -> None:

@@ -153,6 +153,19 @@ def test_an_exception_is_the_verdict_of_all_ranks(job: Job) -> None:
     assert only(job)["line"] == verdict.line
 
 
+def test_an_exception_during_an_incident_that_blames_nobody_gets_a_verdict(job: Job) -> None:
+    board = Board(job.store, "run", 3, SIZE, WINDOWS)
+    job.watch(0, 1, 2)
+    board.open(0)
+    deadline = time.monotonic() + 20
+    while len(board.reports(0)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    threading.Timer(0.2, board.settle, (0, None)).start()
+    verdict = job.watchdogs[2].failed(KeyError("tired"))
+    assert verdict is not None
+    assert (verdict.rank, verdict.kind) == (2, Kind.FAILED)
+
+
 def test_no_text_of_an_exception_stops_the_verdict_or_floods_the_terminal(
     job: Job, capfd: pytest.CaptureFixture[str]
 ) -> None:
