@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from graphlib import CycleError
 from math import ceil, floor, log10
@@ -157,6 +158,7 @@ MARK_COLOURS = {
 }
 _LEFT, _RIGHT, _TITLE, _AXIS, _LANE, _MARK, _GAP = 62, 18, 30, 34, 24, 4, 6
 _INK, _FAINT = "#24292f", "#6e7781"
+_MOST_BOXES = 6_000  # spans of a panel: with more, compute alone is drawn, without labels and titles
 
 
 class _Scale:
@@ -193,7 +195,8 @@ def svg(
     """Draw one self-contained SVG, `width` pixels wide: a panel for each named timeline, a lane for each stage.
 
     Boxes are forwards and backwards with their micro-batch where it fits, coloured by kind, paler for each further
-    chunk of the stage; thin marks below a lane are transfers, reductions and loads that take time. units: panel -> unit
+    chunk of the stage; thin marks below a lane are transfers, reductions and loads that take time. Of a timeline with more
+    than 6,000 instructions only the compute is drawn, as bare bars. units: panel -> unit
     of its times, "s" for seconds; by default "s" for the panel "measured" and "units" for any other. Panels of one unit
     share one scale. notes: panel -> what is written after its name, by default its makespan and bubble.
     """
@@ -231,6 +234,8 @@ def svg(
 # Not macros of the template: these take five times as long.
 def _marked(timeline: Timeline) -> list[tuple[Span, str]]:
     """Return (span, kind) of all instructions but compute that take time; a simulation may count them as free."""
+    if len(timeline.spans) > _MOST_BOXES:
+        return []
     spans = (s for s in timeline.spans if s.instruction.op not in COMPUTE_OPS and s.end > s.start)
     return [(s, NAMES[s.instruction.op]) for s in spans]
 
@@ -238,6 +243,7 @@ def _marked(timeline: Timeline) -> list[tuple[Span, str]]:
 def _panel(name: str, timeline: Timeline, scale: _Scale, first: float) -> dict[str, Any]:
     """Return what the template draws for a timeline; first: y of its first lane."""
     shades, depth = chunk_shades(timeline)
+    are_few = len(timeline.spans) <= _MOST_BOXES
     marks = [
         (s, max(scale.x(s.end) - scale.x(s.start), 1), MARK_COLOURS[kind], kind, MARK_ROWS[kind])
         for s, kind in _marked(timeline)
@@ -250,7 +256,8 @@ def _panel(name: str, timeline: Timeline, scale: _Scale, first: float) -> dict[s
         "first": first,
         "lane": lane,
         "bottom": first + lane * timeline.num_ranks,
-        "boxes": [_box(s, scale, shades[s.instruction.chunk], depth) for s in _computes(timeline)],
+        "boxes": [_box(s, scale, shades[s.instruction.chunk], depth) for s in _computes(timeline)] if are_few else (),
+        "bars": {} if are_few else _bars(timeline, scale),
         "marks": marks,
     }
 
@@ -263,6 +270,19 @@ def _box(s: Span, scale: _Scale, shade: int, depth: int) -> tuple[Span, float, s
     red, green, blue = bytes.fromhex(colour[1:])
     is_dark = 0.299 * red + 0.587 * green + 0.114 * blue < 160
     return s, width, colour, size, "#ffffff" if is_dark else _INK
+
+
+def _bars(timeline: Timeline, scale: _Scale) -> dict[tuple[int, str], str]:
+    """Return a path for each lane and colour, by differences in tenths of a pixel: eight bytes an instruction."""
+    shades, depth = chunk_shades(timeline)
+    paths: dict[tuple[int, str], list[str]] = defaultdict(lambda: ["M0 0"])
+    ends: dict[tuple[int, str], int] = defaultdict(int)
+    for s in _computes(timeline):
+        key = s.rank, box_colour(s.instruction.op, shades[s.instruction.chunk], depth)
+        start, end = (round(10 * scale.x(time)) for time in (s.start, s.end))
+        paths[key].append(f"m{start - ends[key]} 0h{end - start}")
+        ends[key] = end
+    return {key: "".join(moves) for key, moves in paths.items()}
 
 
 def box_colour(op: Op, shade: int, depth: int) -> str:

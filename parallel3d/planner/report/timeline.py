@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 from parallel3d.planner.formats import duration
-from parallel3d.planner.report.drawing import WIDTH, place_legend, render
 from parallel3d.planner.search.result import Prediction
 from parallel3d.schedule import draw
 from parallel3d.schedule.instructions import Op
@@ -13,7 +10,6 @@ from parallel3d.schedule.timing import Span, Timeline
 
 # Ticks of a step, in the page. A window of a thousandth of a step still shows times to three digits.
 _TICKS = 10_000_000
-_LABELLED = 6_000
 _COLUMNS = ("start", "length", "op", "chunk", "micro", "bucket")
 
 
@@ -83,39 +79,6 @@ def what_is_drawn(timeline: Timeline, prediction: Prediction) -> str:
 
 
 def timeline_chart(timeline: Timeline, prediction: Prediction) -> str:
-    """Draw labelled boxes with titles, or, of more than 6,000 spans, the compute alone as bare bars."""
-    name, note = prediction.layout, what_is_drawn(timeline, prediction)
-    if len(timeline.spans) <= _LABELLED:
-        return draw.svg({name: timeline}, {name: "s"}, notes={name: note})
-    left, lane = 70, max(5.0, min(24.0, 1200 / timeline.num_ranks))
-    pixels = (WIDTH - left - 20) / (timeline.makespan or 1.0)
-    bottom = 34 + lane * timeline.num_ranks
-    _, colours = _colours(timeline)
-    legend, below = place_legend({draw.NAMES[op]: first for op, (first, *_) in colours.items()}, left, bottom + 42)
-    return render(
-        "timeline.jinja",
-        label=f"{name}: {note}",
-        ticks=[(left + pixels * tick, duration(tick)) for tick in draw.ticks(0, timeline.makespan)],
-        num_stages=timeline.num_ranks,
-        bars=_paths(timeline, 10 * pixels),
-        lane=lane,
-        legend=legend,
-        left=left,
-        bottom=bottom,
-        height=bottom + 42 + below,
-    )
-
-
-def _paths(timeline: Timeline, scale: float) -> dict[tuple[int, str], str]:
-    """Return a path for each lane and colour, by differences in tenths of a pixel: eight bytes a span."""
-    shades, colours = _colours(timeline)
-    paths: dict[tuple[int, str], list[str]] = defaultdict(lambda: ["M0 0"])
-    ends: dict[tuple[int, str], int] = defaultdict(int)
-    for s in timeline.spans:
-        op, chunk, *_ = s.instruction
-        if op in colours:
-            key = s.rank, colours[op][shades[chunk]]
-            start, end = round(scale * s.start), round(scale * s.end)
-            paths[key].append(f"m{start - ends[key]} 0h{end - start}")
-            ends[key] = end
-    return {key: "".join(moves) for key, moves in paths.items()}
+    """Draw the timeline of a prediction."""
+    name = prediction.layout
+    return draw.svg({name: timeline}, {name: "s"}, notes={name: what_is_drawn(timeline, prediction)})
