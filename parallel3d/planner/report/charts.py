@@ -171,7 +171,6 @@ def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 _AXIS_COLOURS = {"pipe": "#2f69b4", "data": "#2e8752", "model": "#b8671a"}
-_BETWEEN_HOSTS = {"nic", "network"}
 _LAYER, _MARGIN = 110, 60
 
 
@@ -186,7 +185,7 @@ class _Box(NamedTuple):
 
 
 def topology_chart(links: Sequence[LinkLoad], step: float) -> Markup:
-    """Draw the graph in rows, each node by its distance from the outermost switches.
+    """Draw the graph in rows, each node by its distance from the nodes that are the farthest from any GPU.
 
     A line's width is its seconds, its colour the axis that moves most. step: seconds of a step, which loads are shares of.
     """
@@ -194,8 +193,8 @@ def topology_chart(links: Sequence[LinkLoad], step: float) -> Markup:
     for link in links:
         graph.add_nodes_from((link.a, link.b))
         if link.a != link.b:
-            graph.add_edge(link.a, link.b, kind=link.kind)
-    outermost = [node for part in nx.connected_components(graph) for node in _top(graph.subgraph(part))]
+            graph.add_edge(link.a, link.b)
+    outermost = [node for part in nx.connected_components(graph) for node in _outermost(graph.subgraph(part))]
     layers = [sorted(layer, key=natural) for layer in nx.bfs_layers(graph, outermost)]
     rows = [_boxes(names, _MARGIN / 2 + _LAYER * k + 10.0) for k, names in enumerate(layers)]
     height = _MARGIN + _LAYER * (len(rows) - 1) + 10.0
@@ -214,15 +213,11 @@ def topology_chart(links: Sequence[LinkLoad], step: float) -> Markup:
     )
 
 
-def _top(graph: nx.Graph) -> list[str]:
-    """Return the switches farthest from any host; the centre where all links are inside of one."""
-    inside = [(a, b) for a, b, held in graph.edges(data=True) if held["kind"] not in _BETWEEN_HOSTS]
-    switches = set(graph.nodes) - set(chain.from_iterable(inside))
-    if 0 < len(switches) < len(graph):
-        *_, farthest = nx.bfs_layers(graph, graph.nodes - switches)
-        return farthest
-    middle = sorted(nx.center(graph), key=natural)
-    return middle if graph.subgraph(middle).number_of_edges() == 0 else middle[:1]
+def _outermost(graph: nx.Graph) -> list[str]:
+    """Return the nodes that are the farthest from any GPU."""
+    gpus = [node for node in graph if re.search(r"/gpu[\d-]*$", node)]
+    *_, farthest = nx.bfs_layers(graph, gpus or graph)
+    return farthest
 
 
 def _boxes(names: Sequence[str], y: float) -> list[_Box]:
