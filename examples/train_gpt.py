@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import rich
 import torch
 from corpus import Windows, load_corpus
 from gpt import VOCABULARY, Block, Head, Loss, TokenEmbedding, sample
@@ -31,7 +32,7 @@ import parallel3d
 from parallel3d.config import Layout, parse_layout
 from parallel3d.monitor.run_record import RunRecord, find_run_records
 from parallel3d.pipe import LayerSpec, PipelineModule, PipeModelDataParallelTopology
-from parallel3d.planner.calibrate.runs import compare_run, print_comparison
+from parallel3d.planner.calibrate.runs import compare_run
 from parallel3d.planner.search.model import PlannedModel
 from parallel3d.schedule.draw import chrome_trace, svg
 from parallel3d.schedule.timing import measured_cost, simulate
@@ -190,7 +191,7 @@ def print_prediction(record: RunRecord, args: argparse.Namespace, config: dict[s
     model = PlannedModel("gpt", layers_of(args), loss, micro_batch, args.context, config)
     earlier = [run for _, run in find_run_records([args.out]) if run != record]
     print(f"predicted and measured; {len(earlier)} earlier runs correct the prediction:")
-    print_comparison(compare_run(record, model, earlier))
+    rich.print(compare_run(record, model, earlier))
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from parallel3d.costs.forked import ForkedCalls
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import find_run_records
 from parallel3d.planner.calibrate.calibration import Calibration, calibrate, read_calibration
-from parallel3d.planner.calibrate.runs import RunPredictor, check_kind, compare, print_comparison
+from parallel3d.planner.calibrate.runs import RunPredictor, check_kind, compare
 from parallel3d.planner.cluster.cluster import Cluster
 from parallel3d.planner.cluster.file import default_path, load_cluster
 from parallel3d.planner.formats import duration, memory
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace, process: ForkedCalls | None) -> int:
     if options.compare:
         for path, record in find_run_records(options.compare):
             print(path)
-            print_comparison(compare(record, *predictor.predict(record, calibration)))
+            console.print(compare(record, *predictor.predict(record, calibration)), highlight=False)
         return 0
     fixed = None if options.explain is None else parse_layout(options.explain)
     measured = None

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from rich.console import Console
 from rich.table import Column, Table
 
 from parallel3d.config import load
@@ -20,6 +19,7 @@ from parallel3d.monitor.run_record import RunRecord, kind_name
 from parallel3d.planner.calibrate.calibration import Calibration, PredictedRun, calibrate
 from parallel3d.planner.cluster.cluster import Cluster
 from parallel3d.planner.cluster.file import default_path, load_cluster, measured_name
+from parallel3d.planner.formats import duration, memory
 from parallel3d.planner.network.links import Network
 from parallel3d.planner.predict.costs import StepPrediction
 from parallel3d.planner.predict.predict import Predictor
@@ -41,15 +41,14 @@ _PARTS = {
     "optimizer": ("step",),
 }
 
+_share = "{:.1%}".format
 
-Unit = Literal["s", "B", "share"]  # seconds, bytes, or share of the time
 
-
-class Line(NamedTuple):
-    """One predicted and measured number."""
+class _Line(NamedTuple):
+    """One predicted and measured number. shown: formats it, as `_share` does shares of the time."""
 
     what: str
-    unit: Unit
+    shown: Callable[[float], str]
     predicted: float
     measured: float
 
@@ -57,60 +56,26 @@ class Line(NamedTuple):
     def error(self) -> float:
         """(predicted - measured) / measured; the difference if these are shares."""
         difference = self.predicted - self.measured
-        if self.unit == "share" or not difference:
+        if self.shown is _share or not difference:
             return difference
         return difference / self.measured if self.measured else float("inf")
 
 
-class Comparison(NamedTuple):
-    """Comparison of a run. step: seconds, their parts, and the bubble; instructions: medians; memory: peaks of each rank."""
+def compare(record: RunRecord, prediction: Prediction, instructions: Mapping[str, float]) -> Table:
+    """Return a table of what was predicted and measured of a run: step, medians of instructions, peak memory of each rank.
 
-    layout: str
-    device: str
-    step: tuple[Line, ...]
-    instructions: tuple[Line, ...]
-    memory: tuple[Line, ...]
-
-
-def compare(record: RunRecord, prediction: Prediction, instructions: Mapping[str, float]) -> Comparison:
-    """Compare a run with its prediction. What one side lacks is left out.
-
-    instructions: predicted seconds, by kind_name.
+    Errors are in percent, of shares in percentage points. What one side lacks is left out. instructions: predicted seconds, by
+    kind_name.
     """
-    parts = [
-        Line(name, "s", prediction.breakdown[name], sum(record.breakdown.get(part, 0.0) for part in measured))
-        for name, measured in _PARTS.items()
-        if name in prediction.breakdown
-    ]
-    step = Line("step", "s", prediction.seconds, record.step.median)
-    bubble = Line("bubble", "share", prediction.bubble, record.bubble)
-    known = {name: timing.median for name, timing in record.instructions.items() if name in instructions}
-    medians = tuple(Line(name, "s", instructions[name], median) for name, median in known.items())
-    return Comparison(record.layout, record.device, (step, *parts, bubble), medians, tuple(_peaks(record, prediction)))
-
-
-def _peaks(record: RunRecord, prediction: Prediction) -> Iterator[Line]:
-    """Yield the peak memory of each rank."""
-    stages = {stage.stage: stage for stage in prediction.memory}
-    for rank in record.ranks:
-        if rank.stage not in stages:
-            continue
-        stage = stages[rank.stage]
-        if rank.allocated is not None:
-            yield Line(f"rank {rank.rank} allocated", "B", stage.allocated, rank.allocated)
-        if rank.reserved is not None and rank.outside is not None:
-            yield Line(f"rank {rank.rank} reserved", "B", stage.reserved, rank.reserved + rank.outside)
-
-
-def comparison_table(comparison: Comparison) -> Table:
-    """Return a table with the errors in percent, of shares in percentage points."""
     columns = [Column(name, justify="right" if name else "left") for name in ("", "predicted", "measured", "error")]
-    table = Table(*columns, title=f"{comparison.layout} on {comparison.device}", title_justify="left")
-    for lines in (comparison.step, comparison.instructions, comparison.memory):
+    table = Table(*columns, title=f"{record.layout} on {record.device}", title_justify="left")
+    known = {name: timing.median for name, timing in record.instructions.items() if name in instructions}
+    medians = [_Line(name, duration, instructions[name], median) for name, median in known.items()]
+    for lines in (_step(record, prediction), medians, list(_peaks(record, prediction))):
         worst = sorted(lines, key=lambda line: -abs(line.error))[:_MOST_LINES]
         for line in (line for line in lines if line in worst):
-            error = f"{line.error * 100:+.1f} " + ("pp" if line.unit == "share" else "%")
-            table.add_row(line.what, _text(line, line.predicted), _text(line, line.measured), error)
+            error = f"{line.error * 100:+.1f} " + ("pp" if line.shown is _share else "%")
+            table.add_row(line.what, line.shown(line.predicted), line.shown(line.measured), error)
         if len(lines) > _MOST_LINES:
             mean = sum(abs(line.error) for line in lines) / len(lines)
             table.add_row(f"... {len(lines)}, mean error", "", "", f"{mean:.1%}")
@@ -118,16 +83,28 @@ def comparison_table(comparison: Comparison) -> Table:
     return table
 
 
-def _text(line: Line, value: float) -> str:
-    if line.unit == "share":
-        return f"{value:.1%}"
-    return f"{value / 2**30:.3f} GiB" if line.unit == "B" else f"{value * 1e3:.3f} ms"
+def _step(record: RunRecord, prediction: Prediction) -> list[_Line]:
+    """Return the seconds of the step and of its parts, and the bubble."""
+    parts = [
+        _Line(name, duration, prediction.breakdown[name], sum(record.breakdown.get(part, 0.0) for part in measured))
+        for name, measured in _PARTS.items()
+        if name in prediction.breakdown
+    ]
+    step = _Line("step", duration, prediction.seconds, record.step.median)
+    return [step, *parts, _Line("bubble", _share, prediction.bubble, record.bubble)]
 
 
-def print_comparison(comparison: Comparison) -> None:
-    """Print to standard output, as wide as the terminal, else 100 columns."""
-    console = Console()
-    (console if console.is_terminal else Console(width=100)).print(comparison_table(comparison), highlight=False)
+def _peaks(record: RunRecord, prediction: Prediction) -> Iterator[_Line]:
+    """Yield the peak memory of each rank."""
+    stages = {stage.stage: stage for stage in prediction.memory}
+    for rank in record.ranks:
+        if rank.stage not in stages:
+            continue
+        stage = stages[rank.stage]
+        if rank.allocated is not None:
+            yield _Line(f"rank {rank.rank} allocated", memory, stage.allocated, rank.allocated)
+        if rank.reserved is not None and rank.outside is not None:
+            yield _Line(f"rank {rank.rank} reserved", memory, stage.reserved, rank.reserved + rank.outside)
 
 
 _WORK = {
@@ -189,8 +166,8 @@ class RunPredictor:
             share = longer * seconds / cost(i) if cost(i) > 0 else 0.0
             for name, part in components(i._replace(micro_batch=0)).items():
                 step[name] += share * part
-        memory = [uncorrected.memory[rank.stage] for rank in record.ranks]
-        return PredictedRun(instructions, step, memory, predicted.bubble)
+        peaks = [uncorrected.memory[rank.stage] for rank in record.ranks]
+        return PredictedRun(instructions, step, peaks, predicted.bubble)
 
     def _predict_step(self, record: RunRecord, calibration: Calibration) -> tuple[Predictor, StepPrediction]:
         model, layout = self._model_of(record), Layout(**{name: getattr(record, name) for name in Layout.model_fields})
@@ -257,8 +234,8 @@ def cluster_of(record: RunRecord) -> Cluster:
     return load_cluster(f"{count}x{preset.name}")
 
 
-def compare_run(record: RunRecord, model: PlannedModel, earlier: Sequence[RunRecord] = ()) -> Comparison:
-    """Compare the prediction of a run with what it measured.
+def compare_run(record: RunRecord, model: PlannedModel, earlier: Sequence[RunRecord] = ()) -> Table:
+    """Compare the prediction of a run with what it measured, see `compare`.
 
     earlier: records; those of this model, on this kind of device and no more ranks, correct the prediction. Raises
     ConfigError as cluster_of.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 
-import pytest
 from records import make_record
 from rich.console import Console
+from rich.table import Table
 
 from parallel3d.monitor.run_record import RankRecord
-from parallel3d.planner.calibrate.runs import Line, compare, comparison_table, print_comparison
+from parallel3d.planner.calibrate.runs import compare
 from parallel3d.planner.search.result import Prediction, StageMemory
 
 GIB = 2**30
@@ -56,25 +56,21 @@ def test_what_both_sides_know_is_compared():
     record = make_record(
         instructions={"F@0": 0.010, "B@0": 0.020, "SA@0": 0.001}, ranks=[rank(0, 16, 20, 4), rank(1, None, None, None)]
     ).model_copy(update={"breakdown": {"forward": 0.3, "communication": 0.03, "reduce": 0.01, "step": 0.1}})
-    found = compare(record, prediction(), {"F@0": 0.011, "SA@0": 0.001, "W@0": 1.0})
-
-    def rows(lines: tuple[Line, ...]) -> list[tuple[str, float]]:
-        return [(line.what, round(line.error, 9)) for line in lines]
-
-    assert rows(found.step) == [
-        ("step", 0.1),
-        ("forward", 0.1),
-        ("exposed communication", 0.5),
-        ("optimizer", -0.1),
-        ("bubble", pytest.approx(-0.05)),
+    rows = rows_of(compare(record, prediction(), {"F@0": 0.011, "SA@0": 0.001, "W@0": 1.0}))
+    assert [(what, error) for what, _, _, error in rows] == [
+        ("step", "+10.0 %"),
+        ("forward", "+10.0 %"),
+        ("exposed communication", "+50.0 %"),
+        ("optimizer", "-10.0 %"),
+        ("bubble", "-5.0 pp"),
+        ("F@0", "+10.0 %"),
+        ("SA@0", "+0.0 %"),
+        ("rank 0 allocated", "+25.0 %"),
+        ("rank 0 reserved", "+4.2 %"),
     ]
-    assert rows(found.instructions) == [("F@0", 0.1), ("SA@0", 0.0)]
-    assert rows(found.memory) == [("rank 0 allocated", 0.25), ("rank 0 reserved", round(1 / 24, 9))]
 
 
-def printed(**records: object) -> list[list[str]]:
-    record = make_record(**records)
-    table = comparison_table(compare(record, prediction(), {f"F@{k}": 0.010 + 0.0001 * k for k in range(40)}))
+def rows_of(table: Table) -> list[list[str]]:
     console = Console(width=120, file=io.StringIO())
     with console.capture() as captured:
         console.print(table)
@@ -82,14 +78,18 @@ def printed(**records: object) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
 
 
-def test_the_table_has_units_and_errors_in_percent(capsys: pytest.CaptureFixture[str]):
+def printed(**records: object) -> list[list[str]]:
+    predicted = {f"F@{k}": 0.010 + 0.0001 * k for k in range(40)}
+    return rows_of(compare(make_record(**records), prediction(), predicted))
+
+
+def test_the_table_has_units_and_errors_in_percent():
     rows = printed(instructions={"F@0": 0.0125}, ranks=[rank(0, 16, None, None)], step=1.0, bubble=0.25)
-    assert rows[0] == ["step", "1100.000 ms", "1000.000 ms", "+10.0 %"]
+    assert rows[0] == ["step", "1.10 s", "1.00 s", "+10.0 %"]
     assert ["bubble", "20.0%", "25.0%", "-5.0 pp"] in rows
-    assert ["F@0", "10.000 ms", "12.500 ms", "-20.0 %"] in rows
-    assert rows[-1] == ["rank 0 allocated", "20.000 GiB", "16.000 GiB", "+25.0 %"]
-    print_comparison(compare(make_record(), prediction(), {}))
-    assert "pp2,1f1b,m4,mb2 on NVIDIA H200" in capsys.readouterr().out
+    assert ["F@0", "10.0 ms", "12.5 ms", "-20.0 %"] in rows
+    assert rows[-1] == ["rank 0 allocated", "20.0 GiB", "16.0 GiB", "+25.0 %"]
+    assert compare(make_record(), prediction(), {}).title == "pp2,1f1b,m4,mb2 on NVIDIA H200"
 
 
 def test_of_many_instructions_the_worst_are_shown_and_the_mean_of_all():
@@ -101,6 +101,8 @@ def test_of_many_instructions_the_worst_are_shown_and_the_mean_of_all():
 
 
 def test_nothing_measured_is_no_division_by_it():
-    nothing = Line(what="exposed communication", unit="s", predicted=0.0, measured=0.0)
-    assert nothing.error == 0.0
-    assert nothing._replace(predicted=1.0).error == float("inf")
+    parts = {"exposed communication": 0.0, "forward": 1.0}
+    record = make_record().model_copy(update={"breakdown": {}})
+    rows = rows_of(compare(record, prediction(breakdown=parts), {}))
+    assert ["exposed communication", "0 µs", "0 µs", "+0.0 %"] in rows
+    assert ["forward", "1.00 s", "0 µs", "+inf %"] in rows
