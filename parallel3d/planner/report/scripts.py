@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import groupby
-from operator import attrgetter
 from pathlib import Path
 from shlex import quote
 
+from parallel3d.planner.report.drawing import render
 from parallel3d.planner.search.result import PlanResult
 
 SCRIPTS = _SHELL, _SLURM = "run.sh", "run.sbatch"
@@ -16,30 +15,27 @@ def launch_scripts(result: PlanResult, directory: Path) -> dict[str, str]:
     """Return name -> text of the scripts for the winner; none if nothing fits. directory: of config.json and ranks.json.
 
     They take options of the launcher, the training script and its arguments, and add --deepspeed_config. run.sbatch is for
-    hosts of equally many GPUs.
+    hosts of equally many GPUs, over which the ranks are dealt out in blocks of one size.
     """
     if not result.best:
         return {}
-    of_host = [[place.gpu for place in own] for _, own in groupby(result.map, key=attrgetter("host"))]
-    one = of_host[0]
-    script = f'"$@" --deepspeed_config {quote(str(directory / "config.json"))}'
-    head = f"#!/bin/sh\n# {result.best[0].layout} of {result.model}: give the training script and its arguments.\n"
-    chosen = one != list(range(len(one))) and result.on_gpus
-    devices = f"export CUDA_VISIBLE_DEVICES={','.join(map(str, one))}\n" if chosen else ""
-    if len(of_host) == 1:
-        count = f"--num_{'gpus' if result.on_gpus else 'procs'} {len(one)}"
-        return {_SHELL: f"{head}{devices}exec parallel3d {count} {script}\n"}
-    scripts = {_SHELL: f"{head}exec parallel3d --ranks {quote(str(directory / 'ranks.json'))} {script}\n"}
-    if all(len(gpus) == len(one) for gpus in of_host):
-        if any(gpus != one for gpus in of_host):
-            devices += "# The places of ranks differ between hosts: ranks.json lists them.\n"
-        wanted = {"nodes": len(of_host), "ntasks-per-node": len(one)} | (
-            {"gpus-per-node": len(one)} if result.on_gpus else {}
-        )
-        first, _, rest = head.partition("\n")
-        asked = "".join(f"#SBATCH --{name}={number}\n" for name, number in wanted.items())
-        scripts[_SLURM] = f"{first}\n{asked}{rest}{devices}srun python {script}\n"
-    return scripts
+    hosts: dict[str, list[int]] = {}
+    for place in result.map:
+        hosts.setdefault(place.host, []).append(place.gpu)
+    names, one = list(hosts), hosts[result.map[0].host]
+    block = next((k for k, place in enumerate(result.map) if place.host != names[0]), len(one))
+    are_dealt = all(place.host == names[k // block % len(names)] for k, place in enumerate(result.map))
+    by_slurm = len(names) > 1 and are_dealt and all(len(own) == len(one) for own in hosts.values())
+    is_chosen = result.on_gpus and one != list(range(len(one)))
+    given = {
+        "plan": result,
+        "hosts": list(map(tuple, hosts.values())),
+        "block": block,
+        "visible": ",".join(map(str, one)) if is_chosen else "",
+        "config": quote(str(directory / "config.json")),
+        "ranks": quote(str(directory / "ranks.json")),
+    }
+    return {name: str(render(f"{name}.jinja", **given)) for name in (SCRIPTS if by_slurm else [_SHELL])}
 
 
 def commands(result: PlanResult, directory: Path) -> list[str]:

@@ -5,6 +5,7 @@ import json
 import re
 import zlib
 from html.parser import HTMLParser
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -14,6 +15,7 @@ from plans import GIB, Shape, plan
 
 from parallel3d.planner.report import drawing as words
 from parallel3d.planner.report import drawings, html_page, write_report
+from parallel3d.planner.report.scripts import launch_scripts
 from parallel3d.planner.report.timeline import columns
 from parallel3d.planner.search.result import LinkLoad, PlanResult
 from parallel3d.schedule.instructions import COMPUTE_OPS
@@ -201,6 +203,25 @@ def test_where_nothing_fits_the_page_says_what_would(result, tmp_path):
     assert sorted(path.name for path in write_report(result, tmp_path)) == [
         "memory.svg", "plan.html", "plan.json", "timeline.svg", "trade_off.svg"
     ]  # fmt: skip
+
+
+def test_slurm_deals_ranks_over_hosts_as_the_plan_places_them(result):
+    """Each host is named once, also if its ranks don't follow each other; without a distribution there is no script."""
+    hosts = list(dict.fromkeys(place.host for place in result.map))
+    size = len(result.map) // len(hosts)
+
+    def script(block: int, unused: int = 0) -> str | None:
+        places = [
+            place.model_copy(update={"host": hosts[k // block % len(hosts)]}) for k, place in enumerate(result.map)
+        ]
+        return launch_scripts(result.model_copy(update={"map": places[unused:]}), Path()).get("run.sbatch")
+
+    whole, halves = script(size), script(size // 2)
+    assert f"--nodes={len(hosts)}\n#SBATCH --ntasks-per-node={size}\n#SBATCH --gpus" in whole
+    assert (
+        f"--nodes={len(hosts)}\n#SBATCH --ntasks-per-node={size}\n#SBATCH --distribution=plane={size // 2}\n" in halves
+    )
+    assert script(size // 2, unused=1) is None
 
 
 def test_an_unknown_instruction_is_refused(result):
