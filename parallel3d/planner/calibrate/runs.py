@@ -23,6 +23,7 @@ from parallel3d.planner.formats import duration, memory
 from parallel3d.planner.network.links import Network
 from parallel3d.planner.predict.costs import StepPrediction
 from parallel3d.planner.predict.predict import Predictor
+from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.predict.timing import exchange_seconds
 from parallel3d.planner.search.model import PlannedModel
 from parallel3d.planner.search.plan import prediction_of, profile_of
@@ -132,8 +133,9 @@ class RunPredictor:
 
     def __init__(self, model: PlannedModel, cluster: Cluster):
         self._model, self._cluster = model, cluster
-        self._networks: dict[str, Network] = {}
-        self._predictors: dict[tuple[str, bool], Predictor] = {}  # without corrections
+        self._profiles: dict[
+            tuple[str, bool], ModelProfile
+        ] = {}  # by the configuration, and whether of the model as it is
         # By a record's id and the corrections; the records keep the ids valid.
         self._predicted: dict[tuple[int, str], tuple[RunRecord, Predictor, StepPrediction]] = {}
 
@@ -180,14 +182,11 @@ class RunPredictor:
         corrections = calibration.model_dump_json(exclude={"device", "backend"})
         if (id(record), corrections) in self._predicted:
             return self._predicted[id(record), corrections][1:]
-        if corrections not in self._networks:
-            self._networks[corrections] = Network(calibration.correct_cluster(self._cluster))
         key = json.dumps(record.config, sort_keys=True, default=str), model is self._model
-        if key not in self._predictors:
-            profile = profile_of(model, self._cluster, load(record.config))
-            self._predictors[key] = Predictor(model, profile, Network(self._cluster))
-        like = self._predictors[key]
-        predictor = Predictor(model, like.profile(), self._networks[corrections], calibration, like=like)
+        if key not in self._profiles:
+            self._profiles[key] = profile_of(model, self._cluster, load(record.config))
+        network = Network(calibration.correct_cluster(self._cluster))
+        predictor = Predictor(model, self._profiles[key], network, calibration)
         placement = placement_of(layout.placement, layout.stages, layout.chunks)
         compute = None if record.program is None else from_lists(record.program, placement)
         predicted = predictor.predict(layout, bounds=record.bounds, compute=compute)

@@ -57,7 +57,6 @@ class Predictor:
       which is made when it is first needed.
     - network: of the cluster as the calibration corrects it.
     - measured: seconds of each layer on the cluster's device. Predicted times are corrected by the ratio, in every layout.
-    - like: predictor of the same model and profile: its programs and what it knows of memory are used again.
     """
 
     def __init__(
@@ -67,18 +66,17 @@ class Predictor:
         network: Network,
         calibration: Calibration | None = None,
         measured: Sequence[LayerCost] | None = None,
-        like: Predictor | None = None,
     ):
         self.model, self.network, self.calibration = model, network, calibration or Calibration()
         self._on_host = max(Counter(gpu.host for gpu in network.cluster.gpus).values())
-        self._memories: dict[Units, MemoryModel] = {None: MemoryModel(profile)} if like is None else like._memories
+        self._memories: dict[Units, MemoryModel] = {None: MemoryModel(profile)}
         self._factors: dict[Units, Floats | float] = {None: 1.0, "half": 1.0}
         if measured is not None:
             seconds, expected = np.array(measured).T, self.expected.compute
             factors = np.divide(seconds, expected, out=np.ones_like(expected), where=(seconds > 0) & (expected > 0))
             blocks = [k for k, name in enumerate(profile.names) for _ in range(1 + (name == "Block"))]
             self._factors = {None: factors, "half": factors[:, blocks]}
-        self.programs: Programs = Programs() if like is None else like.programs
+        self.programs = Programs()
         self._links = cache(partial(LayoutLinks, network))
         self._stage_times: dict[tuple[object, ...], list[Times]] = {}
         self._splits: dict[tuple[object, ...], tuple[tuple[int, ...], Times]] = {}
