@@ -33,7 +33,7 @@ from parallel3d.planner.report.scripts import SCRIPTS, commands, launch_scripts
 from parallel3d.planner.search.model import load_model
 from parallel3d.planner.search.plan import Planner, Question
 from parallel3d.planner.search.presets import PRESETS
-from parallel3d.planner.search.result import FULL, PlanResult, Prediction
+from parallel3d.planner.search.result import FULL, PlanResult, Prediction, fullness_of
 
 _GIB = 2**30
 # What is offloaded where nothing fits, one after the other: the fastest first. The user's own keys come before these.
@@ -268,7 +268,7 @@ def remarks(result: PlanResult) -> Iterator[str]:
     if alike := sum(other.low <= winner.high for other in others):
         yield f"the 90% intervals of the first and {alike} of {len(others)} others overlap: measure those that matter to you"
     for p in result.best:
-        if (share := p.fullest * (1.0 - result.reserve)) > FULL:
+        if (share := fullness_of(p.memory) * (1.0 - result.reserve)) > FULL:
             yield f"{p.layout} takes {share:.0%} of a rank's memory: a little more than predicted, and it fails"
     if winner.units == "half":
         yield "half: config.json counts attention and feed-forward as layers; models.from_hf(..., config=config) builds them so"

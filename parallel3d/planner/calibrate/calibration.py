@@ -14,6 +14,7 @@ from typing import Literal
 from pydantic import model_validator
 
 from parallel3d.atomic_write import write_whole
+from parallel3d.costs.devices import Device
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import RunRecord, StoredModel, read_stored
 from parallel3d.planner.calibrate.correction import Factor, Prior, Row, error_deviation, error_factor, fit
@@ -34,6 +35,13 @@ COMPONENTS = {
     "nic": 0.5,
     "network": 0.5,
 }
+# Fields of Device that a component's factor divides, and those that it multiplies.
+_RATES = {
+    **dict.fromkeys(("gemm_flops", "fp8_flops", "fp32_flops"), "gemm"),
+    "attention_flops": "attention",
+    "memory_bandwidth": "element_wise",
+}
+_TIMES = {"kernel_seconds": "kernels", "host_seconds": "host"}
 # Components that a device computes. It is faster after idling: at its power limit, the cooler card is the faster one.
 _COMPUTE = {"gemm", "attention", "element_wise", "kernels"}
 _IDLE = Prior(0.0, 0.15, 0.0, 0.6)
@@ -131,28 +139,19 @@ class Calibration(StoredModel):
         factors = {name: factor.value for name, factor in self.factors.items()}
         if all(factor == 1.0 for factor in factors.values()):
             return cluster
-        devices = {
-            device: device.model_copy(
-                update={
-                    "gemm_flops": device.gemm_flops / factors["gemm"],
-                    "fp8_flops": device.fp8_flops / factors["gemm"],
-                    "fp32_flops": device.fp32_flops / factors["gemm"],
-                    "attention_flops": device.attention_flops / factors["attention"],
-                    "memory_bandwidth": device.memory_bandwidth / factors["element_wise"],
-                    "kernel_seconds": device.kernel_seconds * factors["kernels"],
-                    "host_seconds": device.host_seconds * factors["host"],
-                }
-            )
-            for device in {gpu.device for gpu in cluster.gpus}
-        }
+
+        def corrected(device: Device) -> Device:
+            values = {name: getattr(device, name) / factors[component] for name, component in _RATES.items()}
+            values |= {name: getattr(device, name) * factors[component] for name, component in _TIMES.items()}
+            return device.model_copy(update=values)
+
         graph = cluster.graph.copy()
         for _, _, edge in graph.edges(data=True):
             factor = factors[edge["kind"]]
             edge["latency"] *= factor
             for name in {"bandwidth", "message_bandwidth"} & edge.keys():
                 edge[name] /= factor
-        gpus = tuple(replace(gpu, device=devices[gpu.device]) for gpu in cluster.gpus)
-        return replace(cluster, gpus=gpus, graph=graph)
+        return replace(cluster.with_devices(corrected), graph=graph)
 
     def write(self, path: Path) -> None:
         """Write it as JSON, whole or not at all. Raises OSError."""

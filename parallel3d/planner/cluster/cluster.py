@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -46,12 +47,15 @@ class Cluster:
     collective_seconds: float = 0.0
     reserve: float = 0.0
 
+    def with_devices(self, change: Callable[[Device], Device]) -> Cluster:
+        """Return the cluster with each kind of device changed."""
+        changed = {device: change(device) for device in {gpu.device for gpu in self.gpus}}
+        return replace(self, gpus=tuple(replace(gpu, device=changed[gpu.device]) for gpu in self.gpus))
+
     def with_reserve(self, share: float) -> Cluster:
         """Return the cluster with this share of each device's memory kept free."""
-        devices = {
-            d: d.model_copy(update={"memory": int(d.memory * (1.0 - share))}) for d in {gpu.device for gpu in self.gpus}
-        }
-        return replace(self, gpus=tuple(replace(gpu, device=devices[gpu.device]) for gpu in self.gpus), reserve=share)
+        kept = self.with_devices(lambda d: d.model_copy(update={"memory": int(d.memory * (1.0 - share))}))
+        return replace(kept, reserve=share)
 
 
 @lru_cache(1 << 16)

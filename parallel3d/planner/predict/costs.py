@@ -18,7 +18,7 @@ from parallel3d.planner.predict.chunks import Chunks
 from parallel3d.planner.predict.program import Buckets
 from parallel3d.planner.predict.sharded import ShardedWeights
 from parallel3d.planner.predict.timing import Floats, LayoutLinks, Times, by_op
-from parallel3d.planner.search.result import StageMemory
+from parallel3d.planner.search.result import StageMemory, fullness_of
 from parallel3d.schedule.instructions import Op, Program
 from parallel3d.schedule.lifetimes import LiveLimits
 from parallel3d.schedule.timing import Cost, CriticalPath, Simulation, Timeline
@@ -206,11 +206,6 @@ def of_stages(of_chunks: Floats, placement: Sequence[int]) -> Floats:
 # A layout of half blocks counts as this much longer than it is: it has to be worth building other layers. One with policies by
 # layer does, too: it has to be worth reading them.
 WORTH_HALVES = WORTH_POLICIES = 0.998
-
-
-def fullness_of(memory: Sequence[StageMemory]) -> float:
-    """Return the share that is used of the fullest device's memory, or host's; more than 1 doesn't fit."""
-    return max(stage.fullest[0] for stage in memory)
 
 
 @dataclass(frozen=True)

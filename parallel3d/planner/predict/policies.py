@@ -8,9 +8,8 @@ from parallel3d.config import RecomputationPolicy
 from parallel3d.config.layout import Layout
 from parallel3d.pipe.policies import LayerOptions, Option, ProgramBytes, options_of
 from parallel3d.planner.predict.chunks import Chunks
-from parallel3d.planner.predict.costs import fullness_of
 from parallel3d.planner.predict.profile import ModelProfile
-from parallel3d.planner.search.result import StageMemory
+from parallel3d.planner.search.result import StageMemory, fullness_of
 from parallel3d.schedule.instructions import Op, Program
 
 _ROUNDS = 4  # of a choice, each by what the memory of the one before was beyond the sum over its layers

@@ -19,7 +19,7 @@ from parallel3d.planner.report.charts import breakdown_chart, memory_chart, topo
 from parallel3d.planner.report.drawing import render
 from parallel3d.planner.report.scripts import launch_scripts
 from parallel3d.planner.report.timeline import columns, timeline_chart, what_is_drawn
-from parallel3d.planner.search.result import FULL, PlanResult, Prediction
+from parallel3d.planner.search.result import FULL, PlanResult, Prediction, fullness_of
 from parallel3d.schedule.builders import placement_of
 from parallel3d.schedule.timing import Timeline
 
@@ -76,7 +76,7 @@ def html_page(result: PlanResult) -> str:
         cut_places=_MOST_PLACES if len(result.map) > _MOST_PLACES else None,
         details=details[0] if details else None,
         drawn="" if timeline is None else what_is_drawn(timeline, ranked[0]),
-        full=[p for p in ranked if p.fullest * (1.0 - result.reserve) > FULL],
+        full=[p for p in ranked if fullness_of(p.memory) * (1.0 - result.reserve) > FULL],
         trade_off=trade_off_chart(result),
         topology=topology_chart(links, ranked[0].seconds) if links and ranked else None,
         links=links[:_MOST_LINKS],

@@ -9,9 +9,9 @@ import numpy as np
 
 from parallel3d.planner.formats import duration
 from parallel3d.planner.network.placement import Grid
-from parallel3d.planner.predict.costs import StepPrediction, fullness_of
+from parallel3d.planner.predict.costs import StepPrediction
 from parallel3d.planner.search.bounds import Bounds, groups_of
-from parallel3d.planner.search.result import Prediction, Rejected, StageMemory
+from parallel3d.planner.search.result import Prediction, Rejected, StageMemory, fullness_of
 from parallel3d.planner.search.search import BranchAndBound, OutOfMemory
 
 _GIB = 2**30

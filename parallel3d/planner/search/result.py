@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from parallel3d.config.layout import Layout
 from parallel3d.monitor.run_record import StoredModel
 from parallel3d.schedule.timing import Span
@@ -40,6 +42,11 @@ class StageMemory(StoredModel):
         return max((nbytes / capacity, nbytes, capacity) for nbytes, capacity in sizes)
 
 
+def fullness_of(memory: Sequence[StageMemory]) -> float:
+    """Return the share that is used of the fullest device's memory, or host's; more than 1 doesn't fit."""
+    return max(stage.fullest[0] for stage in memory)
+
+
 class Prediction(Layout):
     """Predicted training step of a layout.
 
@@ -63,11 +70,6 @@ class Prediction(Layout):
     breakdown: dict[str, float]
     bounds: tuple[int, ...]
     memory: tuple[StageMemory, ...]
-
-    @property
-    def fullest(self) -> float:
-        """Largest used share of the capacity of a rank's device or host."""
-        return max(stage.fullest[0] for stage in self.memory)
 
     @property
     def peak(self) -> int:

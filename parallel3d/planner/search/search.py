@@ -14,11 +14,11 @@ import numpy as np
 
 from parallel3d.config.layout import Layout
 from parallel3d.planner.network.placement import Grid
-from parallel3d.planner.predict.costs import WORTH_HALVES, StepPrediction, fullness_of
+from parallel3d.planner.predict.costs import WORTH_HALVES, StepPrediction
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.predict.timing import Floats, Integers
 from parallel3d.planner.search.bounds import SINGLE_POLICIES, Bounds, NearBounds
-from parallel3d.planner.search.result import StageMemory
+from parallel3d.planner.search.result import StageMemory, fullness_of
 from parallel3d.planner.search.space import LARGE, Space
 from parallel3d.planner.search.splits import split_within
 
