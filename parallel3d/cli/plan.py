@@ -31,7 +31,7 @@ from parallel3d.planner.report import differences, write_report
 from parallel3d.planner.report.drawing import prepare
 from parallel3d.planner.report.scripts import SCRIPTS, commands, launch_scripts
 from parallel3d.planner.search.model import load_model
-from parallel3d.planner.search.plan import Planner, Question
+from parallel3d.planner.search.plan import Planner
 from parallel3d.planner.search.presets import PRESETS
 from parallel3d.planner.search.result import FULL, PlanResult, Prediction, fullness_of
 
@@ -76,14 +76,13 @@ def run(options: argparse.Namespace, process: ForkedCalls | None) -> int:
 
         measured = measure_model(model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     all_open = PartialLayout()
-    question = Question(
+    planner = Planner(
         model, cluster, options.global_batch, options.top, all_open, calibration, measured, options.auto, process
     )
-    planner = Planner(question)
     if process is not None:
         prepare()
     if fixed is not None:
-        Planner(replace(question, fixed=fixed), planner)  # raises now if there is no such layout
+        replace(planner, fixed=fixed, like=planner)  # raises now if there is no such layout
     result = planner.answer()
     show(result, console)
     if result.lacking:
@@ -91,8 +90,8 @@ def run(options: argparse.Namespace, process: ForkedCalls | None) -> int:
     if result.best:
         _show_offload(result.best[0], cluster)
     if fixed is not None:
-        question = replace(planner.question, num_best=1, fixed=fixed, every_auto=False)
-        explain(result, Planner(question, planner).answer(), console)
+        explained = replace(planner, num_best=1, fixed=fixed, every_auto=False, like=planner)
+        explain(result, explained.answer(), console)
     print("written: " + ", ".join(map(str, _write(result, options.out))))
     for command in commands(result, options.out):
         print(f"run: {command}")
@@ -102,19 +101,19 @@ def run(options: argparse.Namespace, process: ForkedCalls | None) -> int:
 def _offload(planner: Planner, result: PlanResult, console: Console) -> tuple[Planner, PlanResult]:
     """Plan with more and more offload until a layout fits, and print how much memory each of the faster ways lacks.
 
-    result: of the question without offload, which is returned if nothing fits with offload either.
+    result: of the plan without offload, which is returned if nothing fits with offload either.
     """
-    question, tried = planner.question, [planner.question.model.config]
+    model, tried = planner.model, [planner.model.config]
     for name, sections in _OFFLOADS.items():
-        zero = {**sections, **given_section(question.model.config, "zero_optimization")}
-        config = {**question.model.config, "zero_optimization": zero}
+        zero = {**sections, **given_section(model.config, "zero_optimization")}
+        config = {**model.config, "zero_optimization": zero}
         if config in tried:
             continue
         tried.append(config)
         # Without ZeRO-3 weights aren't offloaded, and that is planned already.
-        fixed = parse_layout("zero3") if "offload_param" in sections else question.fixed
+        fixed = parse_layout("zero3") if "offload_param" in sections else planner.fixed
         try:
-            other = Planner(replace(question, model=replace(question.model, config=config), fixed=fixed), planner)
+            other = replace(planner, model=replace(model, config=config), fixed=fixed, like=planner)
         except ConfigError as error:  # such as of an optimizer whose state can't be offloaded
             print(f"With {name}: {error}")
             return planner, result

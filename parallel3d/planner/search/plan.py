@@ -46,13 +46,15 @@ _ON_DEVICE = ("none", None)  # values of `device` with which nothing is offloade
 _MOST_SEARCHED = 32  # chunks of all stages that are split with more care
 
 
-@dataclass(frozen=True)
-class Question:
-    """Model and cluster to plan for.
+@dataclass(eq=False)
+class Planner:
+    """Plans for a model on a cluster. Raises ConfigError if there is no answer.
 
     - fixed: what the user has decided of the layout; measured: see Predictor.
     - every_auto: whether schedule "auto" is planned for all listed layouts, also those with long pipelines.
     - process: another process to trace layers in, if there is one.
+    - like: planner of the same model on the same kind of device, whose configuration differs in zero_optimization alone: its
+      traces are used again.
     """
 
     model: PlannedModel
@@ -64,17 +66,10 @@ class Question:
     measured: Sequence[LayerCost] | None = None
     every_auto: bool = False
     process: ForkedCalls | None = None
+    like: Planner | None = None
 
-
-class Planner:
-    """Answers one question. Raises ConfigError if it has no answer.
-
-    like: planner of the same model on the same kind of device, whose configuration differs in zero_optimization alone: its
-    traces are used again.
-    """
-
-    def __init__(self, question: Question, like: Planner | None = None):
-        self.question, model, cluster = question, question.model, question.cluster
+    def __post_init__(self) -> None:
+        model, cluster = self.model, self.cluster
         config = load(configuration(Layout(zero=3), model.config))  # with all keys that may count
         kinds = {gpu.device for gpu in cluster.gpus}
         lacking = sorted(d.name for d in kinds if d.preset not in ("", "cpu") and not d.fp8_flops)
@@ -83,15 +78,15 @@ class Planner:
                 f"fp8.enabled: {', '.join(lacking)} can't compute in fp8; drop it, or give H100s or later GPUs"
             )
         self.space = self._space(config)
-        known = None if like is None else like.profile.with_zero(config)
+        known = None if self.like is None else self.like.profile.with_zero(config)
         self.profile: ModelProfile = known or profile_of(model, cluster, config)
-        if question.process is not None and known is None:
-            self._trace_in(question.process)
+        if self.process is not None and known is None:
+            self._trace_in(self.process)
         # As the engine does.
         if config.optimizer is not None and class_of(config.optimizer.type) is torch.optim.Muon:
             check_matrices(p for layer in self.profile.layers() for _, p in layer.parameters)
-        self.network = Network(question.calibration.correct_cluster(cluster))
-        self.predictor = Predictor(model, self.profile, self.network, question.calibration, question.measured)
+        self.network = Network(self.calibration.correct_cluster(cluster))
+        self.predictor = Predictor(model, self.profile, self.network, self.calibration, self.measured)
 
     def _trace_in(self, process: ForkedCalls) -> None:
         space = self.space
@@ -106,14 +101,13 @@ class Planner:
         self.profile.traced.trace_in(process, [(0, *key, 1) for key in [*first, *product(slicings, policies)]])
 
     def _space(self, config: Config) -> Space:
-        question, fixed = self.question, self.question.fixed
-        count, batch = len(question.cluster.gpus), question.global_batch
+        fixed, count, batch = self.fixed, len(self.cluster.gpus), self.global_batch
         if not 1 <= batch <= _MOST_SAMPLES:
             raise ConfigError(f"--global-batch is {batch}; give the samples of a step, 1 to {_MOST_SAMPLES}")
-        tensor_ranks = possible_tensor_ranks(max(Counter(gpu.host for gpu in question.cluster.gpus).values()))
-        layers, halves = len(question.model.layers), len(self._halves())
+        tensor_ranks = possible_tensor_ranks(max(Counter(gpu.host for gpu in self.cluster.gpus).values()))
+        layers, halves = len(self.model.layers), len(self._halves())
         if layers > _MOST_LAYERS:
-            raise ConfigError(f"{question.model.name} has {layers} layers; plan for a model of {_MOST_LAYERS} or fewer")
+            raise ConfigError(f"{self.model.name} has {layers} layers; plan for a model of {_MOST_LAYERS} or fewer")
         zero, given = config.zero_optimization, config.optimizer
         offloads = zero.offload_param.device not in _ON_DEVICE
         space = enumerate_space(count, batch, layers, halves, tensor_ranks, fixed, offloads)
@@ -139,8 +133,8 @@ class Planner:
 
         Raises ConfigError if they aren't known but the user wants them.
         """
-        model, fixed = self.question.model, self.question.fixed
-        if fixed.units == "half":
+        model = self.model
+        if self.fixed.units == "half":
             return model.in_halves().layers
         pipeline, compiled = (given_section(model.config, section) for section in ("pipeline", "compile"))
         chooses = pipeline.get("checkpointable_layers") is not None or compiled.get("layers") is not None
@@ -149,19 +143,19 @@ class Planner:
     @rare_collections()
     def answer(self) -> PlanResult:
         """Search the space, improve the best layouts, and return the result."""
-        search = BranchAndBound(self.predictor, self.space, self.question.num_best)
+        search = BranchAndBound(self.predictor, self.space, self.num_best)
         found = search.run()
         near = [c for c in found[:MOST_NEAR] if c.rank[1] <= _NEAR * found[0].rank[1]]
         improved = sorted((improve(self.predictor, candidate) for candidate in near), key=attrgetter("rank"))
         improved = [*map(self._with_policies, improved[:_MIXED]), *improved[_MIXED:], *found[len(near) :]]
         # With policies by layer several may have the same words: the best one counts.
         distinct = {step.layout.text: step for step in sorted(improved, key=attrgetter("rank"), reverse=True)}
-        return self._result(search, listed(self._with_autos(list(distinct.values()), search), self.question.num_best))
+        return self._result(search, listed(self._with_autos(list(distinct.values()), search), self.num_best))
 
     def _with_policies(self, step: StepPrediction) -> StepPrediction:
         """Give each layer of a layout that recomputes all of them a policy of its own, if that makes the step shorter."""
-        layout, fixed = step.layout, self.question.fixed
-        if layout.recompute != 1 or layout.is_by_layer or "recompute" in fixed.given:
+        layout = step.layout
+        if layout.recompute != 1 or layout.is_by_layer or "recompute" in self.fixed.given:
             return step
         other = layout.model_copy(update={"policy": "auto"})
         other_step = evaluate(self.predictor, other, step.split.links.ranks.ravel().tolist(), step.split.bounds)
@@ -170,17 +164,17 @@ class Planner:
     def _with_autos(self, found: list[StepPrediction], search: BranchAndBound) -> list[StepPrediction]:
         """Add schedule "auto" on the best candidate's chunks if that is quick; if asked for, on all chunks, and it alone."""
         found = sorted(found, key=lambda c: c.rank)
-        question, schedule = self.question, self.question.fixed.decided("schedule")
+        schedule = self.fixed.decided("schedule")
         if schedule not in (None, "auto"):
             return found
         if schedule == "auto":
-            chosen = found[: max(MOST_NEAR, question.num_best)]
-        elif question.every_auto:
-            chosen = listed(found, question.num_best)
+            chosen = found[: max(MOST_NEAR, self.num_best)]
+        elif self.every_auto:
+            chosen = listed(found, self.num_best)
         else:
             chosen = [c for c in found[:1] if is_quick(c.layout)]
         autos = {c.layout: with_auto(self.predictor, c.layout, c.split.links.ranks.ravel().tolist()) for c in chosen}
-        if schedule == "auto" or question.every_auto:
+        if schedule == "auto" or self.every_auto:
             for step in chosen:
                 self._weigh(step, search, autos)
         fitting = [auto for auto in autos.values() if auto is not None and auto.fits]
@@ -209,32 +203,32 @@ class Planner:
                 autos[other] = with_auto(self.predictor, other, step.split.links.ranks.ravel().tolist())
 
     def _result(self, search: BranchAndBound, best: Sequence[StepPrediction]) -> PlanResult:
-        question, predictor = self.question, self.predictor
+        predictor = self.predictor
         shown = [prediction_of(predictor, c) for c in best]
         winner = best[0] if best else None
         live = winner.limits.live if winner and winner.limits else None
         remedy, lacking = (None, 0) if best else what_would_fit(search)
         return PlanResult(
-            model=question.model.name,
-            cluster=question.cluster.name,
-            num_devices=len(question.cluster.gpus),
-            global_batch=question.global_batch,
-            seq=question.model.seq,
+            model=self.model.name,
+            cluster=self.cluster.name,
+            num_devices=len(self.cluster.gpus),
+            global_batch=self.global_batch,
+            seq=self.model.seq,
             best=tuple(shown),
             rejected=why_not(search, shown),
             trade_off=trade_off([*best, *search.fitting]),
             timeline=winner.timeline.spans if winner else (),
             links=link_loads(predictor, winner) if winner else (),
             map=rank_map(self.network.cluster, winner) if winner else (),
-            config=configuration(winner.layout, question.model.config, winner.split.bounds, live) if winner else {},
-            layers=tuple(map(layer_name, question.model.layers)),
+            config=configuration(winner.layout, self.model.config, winner.split.bounds, live) if winner else {},
+            layers=tuple(map(layer_name, self.model.layers)),
             halves=tuple(map(layer_name, self._halves())),
             remedy=remedy,
             lacking=lacking,
             considered=len(self.space),
             simulated=len(search.candidates),
-            reserve=question.cluster.reserve,
-            on_gpus=not on_cpus(question.cluster),
+            reserve=self.cluster.reserve,
+            on_gpus=not on_cpus(self.cluster),
         )
 
 

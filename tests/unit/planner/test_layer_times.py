@@ -15,7 +15,7 @@ from parallel3d.optim.precision import make_precision
 from parallel3d.planner.cluster.file import load_cluster
 from parallel3d.planner.predict.timing import layer_times
 from parallel3d.planner.search.model import PlannedModel
-from parallel3d.planner.search.plan import Planner, Question
+from parallel3d.planner.search.plan import Planner
 from parallel3d.specs import LayerSpec
 
 WIDTH = 256
@@ -71,13 +71,13 @@ def test_predictions_follow_what_was_measured(times: float) -> None:
     """Compute takes as many times longer as it was measured to."""
     subject = model(*[LayerSpec(Twice)] * 4)
     cluster = load_cluster("2xH200")
-    plain = Planner(Question(subject, cluster, 8, fixed=parse_layout("pp2,1f1b,m8")))
+    plain = Planner(subject, cluster, 8, fixed=parse_layout("pp2,1f1b,m8"))
     layout = plain.space.layout(0)
     before = plain.predictor.predict(layout)
     of_layers = layer_times(plain.predictor.profile().layers(), cluster.gpus[0].device, lambda collective: 0.0)
     seconds = of_layers.compute.T
     measured = [LayerCost(*(times * float(s) for s in layer)) for layer in seconds]
-    planner = Planner(Question(subject, cluster, 8, fixed=parse_layout("pp2,1f1b,m8"), measured=measured))
+    planner = Planner(subject, cluster, 8, fixed=parse_layout("pp2,1f1b,m8"), measured=measured)
     after = planner.predictor.predict(layout)
     assert after.breakdown()["forward"] == pytest.approx(times * before.breakdown()["forward"])
     assert after.breakdown()["backward"] == pytest.approx(times * before.breakdown()["backward"])

@@ -10,7 +10,7 @@ from hf_models import make_model
 from parallel3d.config.layout import parse_layout
 from parallel3d.planner.cluster.file import load_cluster
 from parallel3d.planner.search.model import load_model
-from parallel3d.planner.search.plan import Planner, Question
+from parallel3d.planner.search.plan import Planner
 
 
 def save_config(name: str, directory: Path) -> None:
@@ -28,7 +28,7 @@ def test_a_directory_without_weights_is_planned(tmp_path: Path, name: str):
     planned = load_model(str(tmp_path), seq=8)
     assert planned.seq == 8
     assert planned.layers[1].costs_like(planned.layers[2])
-    planner = Planner(Question(planned, load_cluster("4xH100"), 4, fixed=parse_layout("pp2,tp2,m4,1f1b")))
+    planner = Planner(planned, load_cluster("4xH100"), 4, fixed=parse_layout("pp2,tp2,m4,1f1b"))
     assert planner.answer().best[0].layout == "pp2,tp2,1f1b,m4,mb1"
     traced = planner.predictor.layers(planner.space.layout(0))[1]
     whole = sum(p.numel() for p in planned.layers[1].build().parameters())
@@ -38,8 +38,8 @@ def test_a_directory_without_weights_is_planned(tmp_path: Path, name: str):
 def test_experts_that_are_too_small_to_be_split_are_refused_by_their_size(tmp_path: Path):
     """16 features over 4 ranks are 8 bytes in bf16, which torch's operator for all experts refuses."""
     save_config("deepseek3", tmp_path)
-    question = Question(load_model(str(tmp_path), seq=8), load_cluster("4xH100"), 4, fixed=parse_layout("tp4,m4"))
-    result = Planner(question).answer()
+    planner = Planner(load_model(str(tmp_path), seq=8), load_cluster("4xH100"), 4, fixed=parse_layout("tp4,m4"))
+    result = planner.answer()
     assert not result.best
     assert "experts of 16 features can't be split over 4 ranks: in torch.bfloat16 torch's grouped_mm takes" in str(
         result.remedy

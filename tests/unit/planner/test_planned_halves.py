@@ -24,7 +24,7 @@ from parallel3d.planner.calibrate.runs import RunPredictor
 from parallel3d.planner.cluster.file import load_cluster
 from parallel3d.planner.report import html_page
 from parallel3d.planner.search.model import load_model
-from parallel3d.planner.search.plan import Planner, Question
+from parallel3d.planner.search.plan import Planner
 from parallel3d.planner.search.result import PlanResult
 from parallel3d.planner.search.search import evaluate
 from parallel3d.specs import layer_name
@@ -33,7 +33,7 @@ from parallel3d.specs import layer_name
 def planner(name: str, words: str, batch: int, cluster: str = "4xH200", seq: int = 1024) -> Planner:
     """seq: tokens of a sample. Hosts take no time: what waits for them is as long in halves."""
     quick = with_quick_hosts(load_cluster(cluster))
-    return Planner(Question(load_model(name, seq=seq), quick, batch, fixed=parse_layout(words)))
+    return Planner(load_model(name, seq=seq), quick, batch, fixed=parse_layout(words))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_halves_can_be_asked_for_in_words() -> None:
 def test_halves_are_refused_where_they_are_not_known() -> None:
     model = replace(small_model(), halves=None)
     with pytest.raises(ConfigError, match="leave half out"):
-        Planner(Question(model, load_cluster(hosts(1)), 8, fixed=parse_layout("pp2,half")))
+        Planner(model, load_cluster(hosts(1)), 8, fixed=parse_layout("pp2,half"))
     with pytest.raises(ConfigError, match="leave half out"):
         check_config(parse_layout("pp2,half"), {}, Settings())
 
@@ -117,8 +117,8 @@ def test_halves_are_refused_where_they_are_not_known() -> None:
 def test_layers_chosen_by_name_stay_as_they_are_given(section: dict[str, object]) -> None:
     model = small_model()
     chosen = replace(model, config={**model.config, **section})
-    assert Planner(Question(model, load_cluster(hosts(1)), 8)).space.halves.any()
-    assert not Planner(Question(chosen, load_cluster(hosts(1)), 8)).space.halves.any()
+    assert Planner(model, load_cluster(hosts(1)), 8).space.halves.any()
+    assert not Planner(chosen, load_cluster(hosts(1)), 8).space.halves.any()
 
 
 def test_a_halfs_measured_seconds_are_longer_as_its_blocks_are() -> None:
@@ -127,7 +127,7 @@ def test_a_halfs_measured_seconds_are_longer_as_its_blocks_are() -> None:
     slower = 1.0 + np.arange(len(expected.total)) / 10
     works = expected.compute * slower
     seconds = [LayerCost(*each) for each in works.T.tolist()]
-    measured = Planner(replace(asked.question, measured=seconds)).predictor
+    measured = replace(asked, measured=seconds).predictor
     layout = asked.space.where(asked.space.halves > 0).layout(0)
     own, plain = (each.stage_times(layout, each.links(layout))[0].compute[0] for each in (measured, asked.predictor))
     blocks = [k for k, name in enumerate(asked.predictor.profile().names) for _ in range(1 + (name == "Block"))]
@@ -159,7 +159,7 @@ def test_runs_of_half_blocks_are_predicted_by_half_blocks() -> None:
     )
     cluster = load_cluster("2xH200")
     prediction, _ = RunPredictor(model, cluster).predict(record, Calibration())
-    asked = Planner(Question(model, cluster, 8, fixed=parse_layout("pp2,half,1f1b,mb2")))
+    asked = Planner(model, cluster, 8, fixed=parse_layout("pp2,half,1f1b,mb2"))
     layout = asked.space.layout(0)
     wanted = asked.predictor.predict(layout, bounds=record.bounds)
     assert prediction.seconds == pytest.approx(wanted.seconds, rel=1e-9)

@@ -13,7 +13,7 @@ from parallel3d.config.layout import parse_layout
 from parallel3d.planner.cluster.file import load_cluster
 from parallel3d.planner.predict.costs import StepPrediction
 from parallel3d.planner.predict.sharded import ONE_WAY
-from parallel3d.planner.search.plan import Planner, Question
+from parallel3d.planner.search.plan import Planner
 from parallel3d.planner.search.search import BranchAndBound, evaluate
 from parallel3d.schedule.instructions import Op
 
@@ -39,7 +39,7 @@ def planner_of(
     host = {"gpus": [{"device": "slow", "count": gpus}], "nvlink": {"bandwidth": "400 GB/s"}}
     devices = {"slow": {"base": "H200", **RATES, **device}}
     cluster = load_cluster({"devices": devices, "hosts": [{"pcie": {"bandwidth": "50 GB/s"}, **host}]})
-    return Planner(Question(model, with_quick_hosts(cluster), batch, fixed=parse_layout(words)), like)
+    return Planner(model, with_quick_hosts(cluster), batch, fixed=parse_layout(words), like=like)
 
 
 def predicted(words: str, zero: dict[str, Any], **more: Any) -> StepPrediction:

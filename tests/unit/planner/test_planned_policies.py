@@ -76,8 +76,8 @@ def test_the_configuration_has_the_policies() -> None:
     assert [policies.get(str(k), policies["default"]) for k in range(_LAYERS)] == list(best.policy)
     # A run with this configuration is predicted to take the same step and memory.
     layout = Layout(**{name: getattr(best, name) for name in Layout.model_fields} | {"policy": None})
-    model = made.question.model
-    profile = profile_of(model, made.question.cluster, load(result.config))
+    model = made.model
+    profile = profile_of(model, made.cluster, load(result.config))
     again = Predictor(model, profile, made.network).predict(layout, bounds=best.bounds)
     assert (again.seconds, again.memory) == (pytest.approx(best.seconds), best.memory)
 

@@ -18,7 +18,7 @@ from parallel3d.planner.cluster.file import load_cluster
 from parallel3d.planner.predict import program
 from parallel3d.planner.predict.costs import StepPrediction
 from parallel3d.planner.report.timeline import columns
-from parallel3d.planner.search.plan import Planner, Question
+from parallel3d.planner.search.plan import Planner
 from parallel3d.planner.search.search import BranchAndBound, evaluate
 from parallel3d.schedule import draw
 from parallel3d.schedule.instructions import Op
@@ -34,7 +34,7 @@ def planner_of(
     cluster["hosts"][0]["nvlink"] = {"bandwidth": bandwidth}
     like = traced(model) if config.keys() <= {"zero_optimization"} else None
     model = replace(model, config={**model.config, **config})
-    return Planner(Question(model, with_quick_hosts(load_cluster(cluster)), batch, fixed=parse_layout(words)), like)
+    return Planner(model, with_quick_hosts(load_cluster(cluster)), batch, fixed=parse_layout(words), like=like)
 
 
 def every(planner: Planner) -> list[StepPrediction]:
@@ -99,7 +99,7 @@ def test_weights_of_fp8_linears_are_gathered_as_the_engine_gathers_them(
     assert step.split.sharded is not None
     planned = step.split.sharded.sizes[0]
     parallel3d.init_distributed()
-    module = PipelineModule(planner.question.model.layers, num_stages=1)
+    module = PipelineModule(planner.model.layers, num_stages=1)
     mark_gathers(module, planner.profile.config)
     assert planned == unit_sizes(module.parameter_infos(), [], step.split.policy, 4)
     blocks = [size for size in planned.values() if size.numel != 1024 * 512]  # without the embedding and the head

@@ -24,7 +24,7 @@ from parallel3d.planner.predict.costs import StepPrediction
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.search.bounds import NearBounds
 from parallel3d.planner.search.model import DEFAULTS, MODELS, PlannedModel, load_model
-from parallel3d.planner.search.plan import Planner, Question, possible_tensor_ranks
+from parallel3d.planner.search.plan import Planner, possible_tensor_ranks
 from parallel3d.planner.search.result import PlanResult, Prediction
 from parallel3d.planner.search.search import BranchAndBound, evaluate, out_of_memory
 from parallel3d.planner.search.space import VARIANTS, Space, enumerate_space
@@ -74,12 +74,12 @@ _TRACED: dict[int, Planner] = {}  # by the id of the model, which the planner ke
 def traced(model: PlannedModel) -> Planner:
     """A planner of the model, whose traces others use again."""
     if id(model) not in _TRACED:
-        _TRACED[id(model)] = Planner(Question(model, load_cluster(hosts(1)), 4))
+        _TRACED[id(model)] = Planner(model, load_cluster(hosts(1)), 4)
     return _TRACED[id(model)]
 
 
 def planner_of(model: PlannedModel, cluster: Cluster, batch: int, **more: Any) -> Planner:
-    return Planner(Question(model, cluster, batch, **more), traced(model))
+    return Planner(model, cluster, batch, **more, like=traced(model))
 
 
 def of_blocks(planner: Planner) -> Space:
@@ -274,7 +274,7 @@ def test_the_same_input_gives_the_same_bytes_in_any_order_of_hosts() -> None:
     slow = cluster["hosts"][1]
     cluster["hosts"][1] = {**slow, "nics": [{"bandwidth": "12 GB/s", "count": 4}]}
     one = answer(cluster, 8).model_dump_json()
-    assert Planner(Question(small_model(), load_cluster(cluster), 8)).answer().model_dump_json() == one
+    assert Planner(small_model(), load_cluster(cluster), 8).answer().model_dump_json() == one
     assert answer({**cluster, "hosts": cluster["hosts"][::-1]}, 8).model_dump_json() == one
 
 
@@ -384,37 +384,36 @@ def test_optimizers_of_whole_tensors_are_planned_without_shards(name: str, momen
         return torch.zeros(count, size), torch.zeros(count, size)
 
     model = PlannedModel("matrices", layers, squared, samples, 1, {**DEFAULTS, **config})
-    question = Question(model, load_cluster("4xH100"), 16)
-    planner = Planner(question)
+    planner = Planner(model, load_cluster("4xH100"), 16)
     assert not planner.space.zero.any()
     assert (planner.space.tensor_ranks == 1).all()
     (memory,) = planner.predictor.predict(Layout(replicas=4, micro_batches=4)).memory
     assert memory.parts.get("optimizer", 0) == moments * memory.parts["masters"]
     offloaded = {**config, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
-    sharded = [
-        replace(question, fixed=parse_layout("zero2")),
-        replace(question, fixed=parse_layout("tp2")),
-        replace(question, model=replace(model, config={**DEFAULTS, **offloaded})),
+    sharded: list[dict[str, Any]] = [
+        {"fixed": parse_layout("zero2")},
+        {"fixed": parse_layout("tp2")},
+        {"model": replace(model, config={**DEFAULTS, **offloaded})},
     ]
-    for refused in sharded:
+    for changes in sharded:
         with pytest.raises(ConfigError, match=f"{name} works on whole tensors"):
-            Planner(refused)
+            replace(planner, **changes)
 
 
 def test_muon_is_refused_for_parameters_that_are_no_matrices() -> None:
     """As the engine refuses it."""
     model = load_model("gpt2", 128, {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}})
     with pytest.raises(ConfigError, match=r"'Muon' updates matrices alone, but there is a parameter of shape \[768\]"):
-        Planner(Question(model, load_cluster("4xH100"), 16))
+        Planner(model, load_cluster("4xH100"), 16)
 
 
 def test_fp8_is_refused_for_devices_without_it() -> None:
     """As training refuses it; on CPUs it is emulated."""
     model = load_model("gpt2", 128, {"fp8": {"enabled": True}})
     for cluster in ("4xH100", "4xcpu"):
-        assert Planner(Question(model, load_cluster(cluster), 16)).space
+        assert Planner(model, load_cluster(cluster), 16).space
     with pytest.raises(ConfigError, match=r"fp8\.enabled: A100 can't compute in fp8"):
-        Planner(Question(model, load_cluster("4xA100"), 16))
+        Planner(model, load_cluster("4xA100"), 16)
 
 
 class FrozenLinear(nn.Linear):
@@ -428,7 +427,7 @@ def test_a_frozen_weight_has_no_gradient_that_counts_for_the_mfu() -> None:
     size, samples = 64, 4
     layers = [LayerSpec(nn.Linear, size, size, bias=False), LayerSpec(FrozenLinear, size)]
     model = PlannedModel("frozen", layers, squared, lambda n: (torch.zeros(n, size), torch.zeros(n, size)), 1, DEFAULTS)
-    best = Planner(Question(model, load_cluster("1xH100"), samples)).answer().best[0]
+    best = Planner(model, load_cluster("1xH100"), samples).answer().best[0]
     assert best.mfu * best.seconds * 989.4e12 == pytest.approx(5 * 2 * samples * size**2)
 
 
