@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 from torch.distributed import DistError, Store
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -161,6 +161,14 @@ class WorkerAgent(LocalElasticAgent):
         super()._rendezvous(worker_group)
         if self._hosts is not None:  # one count for all hosts, by which ranks of one start find each other
             self._remaining_restarts = worker_group.spec.max_restarts - self._hosts.starts
+
+    def _assign_worker_ranks(self, store: Store, index: int, num_hosts: int, spec: WorkerSpec) -> list[Worker]:
+        workers = super()._assign_worker_ranks(store, index, num_hosts, spec)
+        node = self._hosts and self._hosts.node
+        if node and node.ranks and num_hosts == len(node.hosts):  # else a host is lost
+            for worker, rank in zip(workers, node.ranks, strict=True):
+                worker.global_rank = worker.role_rank = rank
+        return workers
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         # DeepSpeed's names of what torch's agent sets.

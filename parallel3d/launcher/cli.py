@@ -122,7 +122,7 @@ def _add_hosts(parser: Parser) -> None:
     add("-i", "--include", default="", metavar="HOSTS", help="hosts and slots to use: worker-0@worker-1:0,2")
     add("-e", "--exclude", default="", metavar="HOSTS", help="hosts and slots to leave out")
     parser.add_number("--num_nodes", noun="a number of hosts", help="the first N hosts of the hostfile")
-    add("--ranks", metavar="FILE", help="ranks.json of `p3d plan`: hosts and devices in the order of the ranks")
+    add("--ranks", metavar="FILE", help="ranks.json of `p3d plan`: host and device of each rank")
     add("--master_addr", default="", help="address of the first host (default: its name)")
     port = "port where the ranks meet (default: a free one, or 29500 where the first host is another one)"
     parser.add_number("--master_port", noun="a port", least=0, most=65535, default=0, metavar="P", help=port)

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
 from parallel3d.errors import ConfigError, nearest
@@ -31,12 +30,14 @@ class Node:
 
     - hosts: names of all hosts, in the order of their ranks; index: this one's.
     - address, port: of the store where they meet, which the first host's launcher keeps.
+    - ranks: of this host's processes, where a plan says; by default those of a host follow each other.
     """
 
     hosts: Sequence[str]
     index: int
     address: str
     port: int
+    ranks: Sequence[int] = ()
 
 
 def parse_hostfile(lines: Iterable[str]) -> dict[str, int]:
@@ -90,21 +91,22 @@ def parse_resource_filter(host_info: Slots, include_str: str = "", exclude_str: 
     return {host: slots for host, slots in left.items() if slots}
 
 
-def read_ranks(path: Path) -> dict[str, list[int]]:
-    """Return the devices of each host, in the order of the ranks, from a plan's ranks.json. Raises ConfigError."""
+def read_ranks(path: Path) -> dict[str, dict[int, int]]:
+    """Return rank -> device of each host, in the order of the ranks, from a plan's ranks.json. Raises ConfigError."""
+    found: dict[str, dict[int, int]] = {}
     try:
-        places = [(place["rank"], place["host"], place["gpu"]) for place in json.loads(path.read_text())]
+        places = sorted((place["rank"], place["host"], place["gpu"]) for place in json.loads(path.read_text()))
+        for rank, host, gpu in places:
+            found.setdefault(host, {})[rank] = gpu
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"--ranks {path} is no ranks.json of `p3d plan`: {error!r}; name that file") from error
-    of_hosts = [(host, [gpu for _, _, gpu in own]) for host, own in groupby(places, key=lambda place: place[1])]
-    found = dict(of_hosts)
-    wrong = [rank for rank, _, _ in places] != list(range(len(places))) or len(found) < len(of_hosts)
-    if wrong or not places or not all(isinstance(host, str) and re.fullmatch(_HOST, host) for host in found):
-        raise ConfigError(
-            f"--ranks {path}: hosts are {[host for host, _ in of_hosts]}; a launcher gives a host's processes ranks that "
-            "follow each other, from 0: list the ranks in order, host by host"
-        )
-    for host, gpus in found.items():
+    ranks = [rank for rank, _, _ in places]
+    if not ranks or ranks != list(range(len(ranks))):
+        raise ConfigError(f"--ranks {path}: the ranks are {ranks}; give each rank one place, from 0")
+    for host, own in found.items():
+        if not (isinstance(host, str) and re.fullmatch(_HOST, host)):
+            raise ConfigError(f"--ranks {path}: {host!r} is no name of a host; write it as worker-0")
+        gpus = list(own.values())
         if not all(isinstance(gpu, int) and gpu >= 0 for gpu in gpus) or len({*gpus}) < len(gpus):
             raise ConfigError(
                 f"--ranks {path}: the devices of host {host} are {gpus}; give each rank a device of its own"

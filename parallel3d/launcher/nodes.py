@@ -138,7 +138,7 @@ def _node_command(options: argparse.Namespace, hosts: Mapping[str, list[int]]) -
         module,
         "--no_ssh",
         "--hostfile=",
-        f"--include={slots}",
+        f"--ranks={options.ranks}" if options.ranks else f"--include={slots}",
         f"--master_addr={address}",
     ]
     command.append(f"--master_port={options.master_port or PORT}")

@@ -38,7 +38,8 @@ def start(options: argparse.Namespace) -> int:
             index = _index(options, hosts)
             slots = list(hosts.values())[index]
             if len(hosts) > 1:
-                node = Node(list(hosts), index, address_of(options, hosts), options.master_port or PORT)
+                ranks = list(read_ranks(Path(options.ranks)).values())[index] if options.ranks else ()
+                node = Node(list(hosts), index, address_of(options, hosts), options.master_port or PORT, list(ranks))
         elif len(hosts) > 1 or options.force_multi or not is_local(first):
             return launch_nodes(options, hosts)
         if options.dry_run:
@@ -64,13 +65,12 @@ def choose_hosts(options: argparse.Namespace) -> dict[str, list[int]]:
             f"--num_nodes and --num_gpus don't go with --include or --exclude {named}; give one of the two"
         )
     if options.ranks:
-        chosen = {"--hostfile": options.hostfile, "--num_gpus": options.num_gpus, "--num_nodes": options.num_nodes}
-        for name, value in chosen.items():
-            if value not in (None, HOSTFILE):
+        for name in ("hostfile", "include", "exclude", "num_gpus", "num_nodes"):
+            if (value := getattr(options, name)) not in (None, "", HOSTFILE):
                 raise ConfigError(
-                    f"--ranks {options.ranks} names hosts and devices, and so does {name} {value}; give one of the two"
+                    f"--ranks {options.ranks} names hosts and devices, and so does --{name} {value}; give one of the two"
                 )
-        found = read_ranks(Path(options.ranks))
+        found = {host: list(own.values()) for host, own in read_ranks(Path(options.ranks)).items()}
     elif Path(options.hostfile).is_file():
         lines = read_text(Path(options.hostfile)).splitlines()
         found = {host: list(range(slots)) for host, slots in parse_hostfile(lines).items()}

@@ -403,6 +403,34 @@ def test_a_program_that_is_not_pythons(tmp_path: Path) -> None:
     assert not Path(tempfile.gettempdir(), f"{process.pid}.deepspeed").exists()
 
 
+def test_ranks_go_where_a_plan_places_them(tmp_path: Path) -> None:
+    """Two launchers on this host stand for two hosts. A failed rank is named by its rank of the plan."""
+    script = """
+import os, pathlib, sys
+import parallel3d
+import torch.distributed as dist
+parallel3d.init_distributed("gloo")
+rank = int(os.environ["RANK"])
+assert (dist.get_rank(), dist.get_world_size()) == (rank, 4)
+pathlib.Path(f"{rank}.place").write_text(os.environ["CROSS_RANK"] + os.environ["LOCAL_RANK"])
+dist.barrier()
+sys.exit(3 * (rank == 2))
+"""
+    places = [
+        {"rank": rank, "host": host, "gpu": gpu}
+        for rank, (host, gpu) in enumerate([("a", 0), ("b", 0), ("a", 1), ("b", 1)])
+    ]
+    (tmp_path / "ranks.json").write_text(json.dumps(places))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    options = ["--ranks", "ranks.json", "--no_ssh", "--master_addr", "127.0.0.1", "--master_port", port, "--node_rank"]
+    hosts = [start(tmp_path, script, *options, index, launcher=FORKED) for index in "01"]
+    said = [host.communicate(timeout=TIMEOUT_S) for host in hosts]
+    assert [(tmp_path / f"{rank}.place").read_text() for rank in range(4)] == ["00", "10", "01", "11"], said
+    assert hosts[0].returncode == 3
+    assert "rank 2" in said[0][1]
+
+
 WORKER = [sys.executable, worker.__file__, str(os.getpid())]
 PROGRAMS = {
     "exception": "def f():\n    raise ValueError('a\\nb') from KeyError('c')\nf()",

@@ -47,12 +47,14 @@ REPO = Path(__file__).parents[2]
         ("-H hostile s.py", "'a;touch x slots=1' is no host"),
         ("-H hosts --master_addr a s.py", "'x;touch y=1' is no variable"),
         ("--ranks hosts s.py", "--ranks hosts is no ranks.json of `p3d plan`"),
-        ("--ranks mixed.json s.py", r"hosts are \['a', 'b', 'a'\]; .* list the ranks in order, host by host"),
+        ("--ranks lacking.json s.py", r"the ranks are \[0, 2\]; give each rank one place, from 0"),
+        ("--ranks shell.json s.py", "'a;touch x' is no name of a host"),
         ("--ranks twice.json s.py", r"the devices of host a are \[0, 0\]; give each rank a device of its own"),
         ("--ranks named.json s.py", r"the devices of host a are \['0'\]"),
         ("--ranks plan.json -H hosts s.py", "--ranks plan.json names hosts and devices, and so does --hostfile hosts"),
         ("--ranks plan.json --num_gpus 1 s.py", "--ranks plan.json names hosts and devices, and so does --num_gpus 1"),
         ("--ranks plan.json --num_nodes 1 s.py", "and so does --num_nodes 1; give one of the two"),
+        ("--ranks plan.json -e a:0 s.py", "and so does --exclude a:0; give one of the two"),
         ("-H latin s.py", "latin is not UTF-8 text"),
         ("--num_procs 1 --bind_core_list 0,99999 script.py", r"--bind_core_list: .* cores \[99999\] are not among"),
         ("missing.py", "there is no script 'missing.py'"),
@@ -63,8 +65,9 @@ def test_wrong_flags_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     Path("hosts").write_text("localhost slots=1\nother slots=1\n")
     Path("hostile").write_text("a;touch x slots=1\n")
     Path(".deepspeed_env").write_text("# of all hosts\n\nA=1\nx;touch y=1\n")
-    places = [{"rank": rank, "host": host, "gpu": 0} for rank, host in enumerate("aba")]
-    Path("mixed.json").write_text(json.dumps(places))
+    places = [{"rank": rank, "host": "a", "gpu": rank} for rank in (2, 0)]
+    Path("lacking.json").write_text(json.dumps(places))
+    Path("shell.json").write_text(json.dumps([{"rank": 0, "host": "a;touch x", "gpu": 0}]))
     for name, gpus in {"twice": [0, 0], "named": ["0"], "plan": [0]}.items():
         places = [{"rank": rank, "host": "a", "gpu": gpu} for rank, gpu in enumerate(gpus)]
         Path(f"{name}.json").write_text(json.dumps(places))
@@ -233,7 +236,7 @@ def test_what_mpirun_and_srun_start(
             monkeypatch.delenv(name)
     for name in ("NCCL_DEBUG", "UCX_TLS", "PYTHONUTF8", "HOME_OF_A_SECRET", "CUDA_VISIBLE_DEVICES", TOKEN):
         monkeypatch.setenv(name, "1")
-    places = [("b", 1), ("b", 0), ("a", 3)]
+    places = [("b", 1), ("a", 3), ("b", 0)]
     Path("ranks.json").write_text(json.dumps([{"rank": k, "host": h, "gpu": gpu} for k, (h, gpu) in enumerate(places)]))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     Path("home").mkdir()
@@ -252,7 +255,9 @@ def test_what_mpirun_and_srun_start(
             == 0
         )
         said = capsys.readouterr().out
-        program = f"{sys.executable} -m parallel3d.launcher.deepspeed --no_ssh --hostfile= --include=b:1,0@a:3 --master_addr=b"
+        program = (
+            f"{sys.executable} -m parallel3d.launcher.deepspeed --no_ssh --hostfile= --ranks=ranks.json --master_addr=b"
+        )
         program += (
             " --master_port=29500 --max_restarts=2 --log_level=info --bind_core_list=0,2,3 --module --no_local_rank"
         )

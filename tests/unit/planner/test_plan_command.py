@@ -362,7 +362,7 @@ def test_overlapping_intervals_are_said_to_be_so(target, tmp_path, capsys) -> No
                 "run.sh": "exec parallel3d --ranks '",
                 "run.sbatch": "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\n#SBATCH --gpus-per-node=4\n",
             },
-            [f" host{k} 'sh -s'" for k in range(2)] + ["--include=host0:0,1,2,3@host1:0,1,2,3"],
+            [f" host{k} 'sh -s'" for k in range(2)] + ["out of plan/ranks.json' --master_addr=host0"],
         ),
     ],
 )
