@@ -20,6 +20,8 @@ from parallel3d.zero.memory import is_elementwise_state
 
 # Settings of a group that concern only this process: how it computes, and its tensors.
 _OWN_SETTINGS = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
+# Settings that learning-rate schedules change. Others that no optimizer has are theirs too, such as "initial_lr".
+_SCHEDULED = ("lr", "betas", "momentum")
 
 
 def describe_groups(optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket]) -> list[dict[str, Any]]:
@@ -53,11 +55,20 @@ class OptimizerTarget:
     """Optimizer of a rank, into which the state of a checkpoint is loaded.
 
     The constructor adds the tensors to read to `wanted`, with new memory if the optimizer has none for them.
+    keeps_schedule: what a learning-rate schedule sets in the groups stays, since the schedule is not loaded.
     Raises CheckpointError.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket], reader: Reader, wanted: Wanted):
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        buckets: Iterable[Bucket],
+        keeps_schedule: bool,
+        reader: Reader,
+        wanted: Wanted,
+    ):
         self._optimizer, self._reader, self._wanted = optimizer, reader, wanted
+        self._keeps_schedule = keeps_schedule
         self._saved = reader.manifest.state["optimizer"]
         mine, saved = type(optimizer).__name__, self._saved["type"]
         if mine != saved:
@@ -136,6 +147,8 @@ class OptimizerTarget:
             )
         settings = {key: value for key, value in group.items() if key != "params"}
         for key, value in decode(saved[0]["settings"], self._reader.read).items() if saved else ():
+            if self._keeps_schedule and (key in _SCHEDULED or key not in self._optimizer.defaults):
+                continue
             is_tensor = isinstance(settings.get(key), Tensor)
             settings[key] = settings[key].clone().fill_(value) if is_tensor else value
         return settings

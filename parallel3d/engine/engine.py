@@ -365,15 +365,15 @@ class Engine:
         - tag: by default the one that the file `latest` names; without that file, returns (None, None) with a warning.
         - load_module_strict: raise an error that lists tensors that are missing, extra or of another shape; False to load the
           others, with a warning. strict: another name for it.
-        - load_optimizer_states, load_lr_scheduler_states: False to leave these as they are.
+        - load_optimizer_states, load_lr_scheduler_states: False to leave these as they are; rates go with the schedule.
         - load_module_only: load the weights and change nothing else.
 
         Raises CheckpointError on all ranks; a checkpoint that is found damaged changes nothing. Collective.
         """
         strict = load_module_strict if strict is None else strict
-        scheduler = self.lr_scheduler if load_lr_scheduler_states else None
-        trains = load_optimizer_states and self.optimizer is not None
-        return self.checkpoints.load(load_dir, tag, trains, scheduler, load_module_only, strict)
+        trains = load_optimizer_states and not load_module_only and self.optimizer is not None
+        schedule = self.lr_scheduler, load_lr_scheduler_states
+        return self.checkpoints.load(load_dir, tag, trains, *schedule, load_module_only, strict)
 
     def resume(self, load_dir: Location) -> dict[str, Any] | None:
         """Continue from the newest complete checkpoint of a directory; return its client_state, or None where there is none.

@@ -26,6 +26,7 @@ from parallel3d.config import CheckpointConfig
 from parallel3d.engine.calls import StepProgress
 from parallel3d.engine.update import WeightUpdate
 from parallel3d.errors import CheckpointError, ConfigError
+from parallel3d.optim.schedules import load_schedule
 from parallel3d.parameters import persistent_buffers, slicing_of, with_extra_state
 from parallel3d.pipe.batch import TrainingData
 from parallel3d.pipe.module import PipelineModule, tied_copies
@@ -166,10 +167,11 @@ class Checkpoints:
         tag: object,
         with_optimizer: bool,
         scheduler: Any,
+        with_scheduler: bool,
         module_only: bool,
         strict: bool,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load a checkpoint; see Engine.load_checkpoint. scheduler: the learning-rate schedule to load, or None."""
+        """Load a checkpoint; see Engine.load_checkpoint. scheduler: the learning-rate schedule, or None."""
         with self._untimed():
             self._update.parking.check()
             self._saver.wait()
@@ -177,12 +179,13 @@ class Checkpoints:
             if path is None:
                 return None, None
             loading = _CheckpointLoader(self._model, self._update, path)
+            loads = scheduler if with_scheduler else None
             self._decision.attempt(
-                "load_checkpoint, reading the manifest", lambda: loading.prepare(with_optimizer and not module_only)
+                "load_checkpoint, reading the manifest", lambda: loading.prepare(with_optimizer, loads is not scheduler)
             )
             agree_to_read(self._decision, loading.reader, loading.wanted, strict)
             self._decision.attempt(
-                "load_checkpoint, reading tensors", lambda: self._apply(loading, not module_only, scheduler)
+                "load_checkpoint, reading tensors", lambda: self._apply(loading, not module_only, loads)
             )
             self._update.sharded.follow_masters(loading.optimizer is not None)
             return str(path), loading.state["client_state"]
@@ -233,7 +236,7 @@ class Checkpoints:
             self._update.restore(counters["skipped_steps"], scaler)
             self._streams.load_state_dict(state["streams"])
             if state["lr_scheduler"] is not None and hasattr(scheduler, "load_state_dict"):
-                scheduler.load_state_dict(state["lr_scheduler"])
+                load_schedule(scheduler, state["lr_scheduler"], self._update.optimizer, loading.optimizer is None)
             # The generators come last, because the code above may draw from them.
             set_generator_states(loading.generators, self._model.device)
         self._progress.restart()
@@ -257,16 +260,16 @@ class _CheckpointLoader:
         self.wanted = Wanted()
         self.optimizer: OptimizerTarget | None = None
 
-    def prepare(self, with_optimizer: bool) -> None:
-        """List the tensors to read, and read everything but the model and the optimizer."""
+    def prepare(self, with_optimizer: bool, keeps_schedule: bool) -> None:
+        """List the tensors to read, and read everything but the model and the optimizer. See OptimizerTarget."""
         with naming_others(self._path.parent, self._path.name):
             self.reader = Reader(self._path)
             TrainingState.check(self.reader.manifest, self._path)
             self._model.wait_for_weights(self._model)
             self._want_model()
             if with_optimizer:
-                buckets = self._update.reducer.all_buckets()
-                self.optimizer = OptimizerTarget(self._update.optimizer, buckets, self.reader, self.wanted)
+                own = self._update.optimizer, self._update.reducer.all_buckets()
+                self.optimizer = OptimizerTarget(*own, keeps_schedule, self.reader, self.wanted)
             manifest = self.reader.manifest
             others = {key: value for key, value in manifest.state.items() if key not in ("optimizer", "huggingface")}
             self.state = decode(others, self.reader.read)

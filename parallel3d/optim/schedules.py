@@ -60,10 +60,7 @@ class Schedule(ABC):
     def _apply(self) -> None:
         # A group that was added later keeps its own rate.
         for group, lr in zip(self.optimizer.param_groups, self.get_lr(), strict=False):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(lr)  # a captured graph reads this very tensor
-            else:
-                group["lr"] = lr
+            _set_lr(group, lr)
 
 
 class LRRangeTest(Schedule):
@@ -343,6 +340,24 @@ def scheduler_class(name: str) -> Callable[..., AnySchedule]:
             f"lr_scheduler to initialize.{nearest(name, usable)}"
         )
     return _BY_LOWER_NAME[name.lower()]
+
+
+def load_schedule(schedule: Any, state: Any, optimizer: torch.optim.Optimizer, sets_rates: bool) -> None:
+    """Load a schedule's state. sets_rates: set its learning rates in the optimizer, whose own state is not loaded.
+
+    torch's schedules leave these to the optimizer's state, and many compute the next ones from them.
+    """
+    schedule.load_state_dict(state)
+    if sets_rates and hasattr(schedule, "get_last_lr"):
+        for group, lr in zip(optimizer.param_groups, schedule.get_last_lr(), strict=False):
+            _set_lr(group, lr)
+
+
+def _set_lr(group: dict[str, Any], lr: float) -> None:
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(lr)  # a captured graph reads this very tensor
+    else:
+        group["lr"] = lr
 
 
 def _own_lrs(optimizer: torch.optim.Optimizer) -> list[float]:
