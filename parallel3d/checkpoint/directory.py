@@ -298,7 +298,8 @@ def remove_leftovers(save_dir: Path) -> None:
             with suppress(OSError):
                 folder.rmdir()  # an empty one alone
             continue
-        with (folder / LOCK).open("r+", encoding="utf-8") as lock:
+        # A save that ends removes its lock.
+        with suppress(FileNotFoundError), (folder / LOCK).open("r+", encoding="utf-8") as lock:
             if _lock(lock, otherwise=False):  # else that save may be running
                 _end_folder(folder, save_dir / tag)
 

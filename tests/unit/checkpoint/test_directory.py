@@ -204,6 +204,23 @@ def test_saves_of_several_processes_leave_each_other_alone(tmp_path: Path) -> No
     assert tags(tmp_path) == ["step1", "step2", "step3"]
 
 
+def test_a_save_that_ends_while_another_begins_does_not_make_it_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, tag_of = PendingSave(tmp_path, "step1"), d.tag_of
+
+    def seen_before_it_ends(folder: Path) -> str | None:
+        tag = tag_of(folder)
+        first.end()
+        return tag
+
+    monkeypatch.setattr(d, "tag_of", seen_before_it_ends)
+    second = PendingSave(tmp_path, "step2")
+    monkeypatch.undo()
+    second.end()
+    assert not d.save_folders(tmp_path)
+
+
 def test_a_file_system_without_locks_keeps_what_may_be_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOTSUP, "no locks")
