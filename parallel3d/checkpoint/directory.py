@@ -270,9 +270,12 @@ class PendingSave:
             _remove_files(self._old)
 
     def end(self) -> None:
-        """Remove what is left of the folder, and unlock it."""
+        """Remove what is left of the folder, and unlock it; with a warning where it can't be removed, as a later save may."""
         with self._lock:
-            _end_folder(self._folder, self.place)
+            try:
+                _end_folder(self._folder, self.place)
+            except OSError as error:
+                warnings.warn(f"what is left of a save can't be removed: {error}", stacklevel=2)
 
 
 def keep_newest(save_dir: Path, number: int) -> None:

@@ -221,6 +221,25 @@ def test_a_save_that_ends_while_another_begins_does_not_make_it_fail(
     assert not d.save_folders(tmp_path)
 
 
+def test_leftovers_that_can_not_be_removed_are_told_and_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a file system that an error has made read-only: the checkpoint is there, and rank 0 goes on with the others."""
+
+    def read_only(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    pending = PendingSave(tmp_path, "step1")
+    pending.commit(manifest())
+    monkeypatch.setattr(Path, "unlink", read_only)
+    with pytest.warns(UserWarning, match=r"what is left of a save can't be removed: .*Read-only"):
+        pending.end()
+    monkeypatch.undo()
+    write(tmp_path, "step2", saved=2.0)
+    assert not d.save_folders(tmp_path)
+    assert (tmp_path / "step1" / MANIFEST).is_file()
+
+
 def test_a_file_system_without_locks_keeps_what_may_be_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOTSUP, "no locks")
