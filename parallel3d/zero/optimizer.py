@@ -155,8 +155,8 @@ class ShardedOptimizer:
         else:
             self._step_resident(others, untouched, factor)
         if vars(optimizer).pop("grad_scale", None) is not None:  # the kernels have divided
-            for bucket in others:
-                bucket.mark_gradients(is_divided=not bucket.copies_gradients)
+            for bucket in self.buckets:
+                bucket.mark_gradients(is_divided=bucket not in ours and not bucket.copies_gradients)
         vars(optimizer).pop("found_inf", None)
         self._stale = {bucket for bucket in self.buckets if bucket.partition.size > 1 and bucket.sharded is None}
         if fused is not None and ours:

@@ -81,6 +81,28 @@ def test_gradients_are_read_and_written_once_they_are_summed(run_ranks, stage: i
         assert read == pytest.approx([*[0.75] * (stage == 2), 1.5, 1.5, (1.5**2 * 2 + 1) ** 0.5])
 
 
+def read_before_and_after_a_step(zero: dict[str, Any], clipping: float) -> list[Tensor]:
+    """Return the gradient before a step, with fp16's loss scale, and after it, as the optimizer's kernel has divided it."""
+    module = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    fp16 = {"enabled": True, "initial_scale_power": 8}
+    config = {**SIZES, "fp16": fp16, "zero_optimization": zero, "gradient_clipping": clipping}
+    engine, *_ = parallel3d.initialize(model=module, optimizer=optimizer, config=config)
+    engine.backward(engine(torch.ones(1, 4)).float().sum())
+    read = [utils.safe_get_full_grad(module.weight)]
+    engine.step()
+    return [*read, utils.safe_get_full_grad(module.weight)]
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.5])
+@pytest.mark.parametrize("offload", [{}, {"offload_optimizer": {"device": "cpu"}}], ids=["resident", "offloaded"])
+def test_gradients_that_a_kernel_has_divided_are_not_divided_again(run_ranks, offload, clipping: float):
+    [(before, after)] = run_ranks(1, read_before_and_after_a_step, {"stage": 1, **offload}, clipping)
+    norm = 10**0.5  # of ten ones: eight of the weight, two of the bias
+    torch.testing.assert_close(before, torch.ones(2, 4))
+    torch.testing.assert_close(after, torch.full((2, 4), clipping / norm if clipping else 1.0))
+
+
 def use_parked(zero: dict[str, Any]) -> dict[str, str | None]:
     model = nn.Linear(4, 4)
     config = {**SIZES, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}, "zero_optimization": zero}
