@@ -101,10 +101,11 @@ class ShardedOptimizer:
         return found
 
     def _add_param_group(self, group: dict[str, Any]) -> None:
-        """Add a group of the model's parameters, as a script does that trains more of them later."""
-        given = group["params"]
-        params = self._masters_of([given] if isinstance(given, nn.Parameter) else given)
-        type(self.optimizer).add_param_group(self.optimizer, {**group, "params": params})
+        """Add a group of the model's parameters, or of (name, parameter), as a script does that trains more of them later."""
+        given = [group["params"]] if isinstance(group["params"], nn.Parameter) else list(group["params"])
+        if names := [each[0] for each in given if isinstance(each, tuple)]:
+            given, group = [parameter for _, parameter in given], {**group, "param_names": names}
+        type(self.optimizer).add_param_group(self.optimizer, {**group, "params": self._masters_of(given)})
 
     def state_bytes(self) -> StateBytes:
         """Return the bytes of the optimizer's state on this rank now, and of masters and weights on the host."""

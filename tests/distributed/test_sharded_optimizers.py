@@ -175,6 +175,7 @@ LATER = {
     "zero3": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
     "offload": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
     "bf16": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}},
+    "named": {"zero_optimization": {"stage": 1}},
 }
 
 
@@ -185,14 +186,15 @@ def add_group(directory: str) -> dict[str, float]:
         torch.manual_seed(2)
         plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         model = copy.deepcopy(plain)
-        optimizers = [torch.optim.SGD(m[0].parameters(), lr=0.1, momentum=0.9) for m in (plain, model)]
+        parameters = nn.Module.named_parameters if name == "named" else nn.Module.parameters
+        optimizers = [torch.optim.SGD(parameters(m[0]), lr=0.1, momentum=0.9) for m in (plain, model)]
         engine, *_ = parallel3d.initialize(
             model=model, optimizer=optimizers[1], config={"train_micro_batch_size_per_gpu": 4, **config}
         )
         for step, x in enumerate(torch.randn(3, 4, 8)):
             if step == 1:
                 for m, optimizer in zip((plain, model), optimizers, strict=True):
-                    optimizer.add_param_group({"params": m[1].parameters(), "lr": 0.5})
+                    optimizer.add_param_group({"params": parameters(m[1]), "lr": 0.5})
             plain.zero_grad()
             plain(x).square().mean().backward()
             optimizers[0].step()
@@ -201,6 +203,8 @@ def add_group(directory: str) -> dict[str, float]:
         engine.save_checkpoint(directory, tag=name)
         pairs = zip(plain.parameters(), map(safe_get_full_fp32_param, model.parameters()), strict=True)
         far[name] = max(float((a - b).abs().max()) for a, b in pairs)
+        if name == "named":
+            assert [g["param_names"] for g in optimizers[1].param_groups] == [["weight", "bias"]] * 2
     return far
 
 
@@ -208,6 +212,7 @@ def test_a_group_is_added_between_steps(run_ranks, tmp_path):
     for far in run_ranks(2, add_group, str(tmp_path)):
         assert far["zero3"] < 1e-6
         assert far["offload"] < 1e-6
+        assert far["named"] < 1e-6
         assert far["bf16"] < 0.01, "the layer that joins moves by a tenth"
 
 
