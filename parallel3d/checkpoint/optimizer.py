@@ -87,10 +87,13 @@ class OptimizerTarget:
         self._state: dict[Tensor, dict[str, Any]] = {}
         for master, shard in shards.items():
             name, stored = shard.info.name, reader.tensors.get(MODEL + shard.info.name)
-            if master not in held or stored is None or stored.shape != whole_shape(shard.info.parameter):
+            if stored is None or stored.shape != whole_shape(shard.info.parameter):
                 continue  # the weight doesn't fit, so its state doesn't either
-            if name not in trained:
-                wanted.missing.add(f"{OPTIMIZER}*/{name} (the optimizer didn't hold it)")
+            if (name in trained) != (master in held):
+                whose = "this engine's optimizer doesn't" if name in trained else "the optimizer didn't"
+                wanted.missing.add(f"{OPTIMIZER}*/{name} ({whose} hold it)")
+            if master not in held:
+                continue
             self._state[master] = {**self._saved["numbers"].get(name, {}), **self._tensors(shard, keys)}
 
     def _tensors(self, shard: ParameterShard, keys: Iterable[str]) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pickle
@@ -444,6 +445,48 @@ def test_parameter_groups_keep_their_settings(run_ranks, tmp_path: Path) -> None
     [(message, unchanged)] = run_ranks(1, with_groups, str(tmp_path), False, True)
     assert "parameter group 0 joins parameters that were saved with different settings" in message
     assert unchanged
+
+
+def with_a_group_that_joined(directory: str) -> tuple[str, list[str], bool, list[float]]:
+    """Save after a layer has joined the optimizer; load without it, in part, and with it."""
+
+    def made() -> tuple[nn.Module, Engine]:
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        optimizer = torch.optim.AdamW(net[0].parameters(), lr=0.1)
+        config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}
+        return net, parallel3d.initialize(model=net, optimizer=optimizer, config=config)[0]
+
+    def step(engine: Engine) -> float:
+        loss = engine(torch.ones(2, 4)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        net, engine = made()
+        engine.optimizer.add_param_group({"params": net[1].parameters(), "lr": 0.01})
+        step(engine)
+        engine.save_checkpoint(directory)
+        other, loaded = made()
+        before = copy.deepcopy(other.state_dict())
+        message, unchanged = refusal(loaded.load_checkpoint, directory), equal(before, other.state_dict())
+        caught.clear()
+        loaded.load_checkpoint(directory, strict=False)
+        told = [str(warning.message) for warning in caught]
+        loaded.optimizer.add_param_group({"params": other[1].parameters(), "lr": 0.01})
+        loaded.load_checkpoint(directory)
+    return message, told, unchanged, [step(one) - step(two) for one, two in [(engine, loaded)] * 3]
+
+
+def test_the_state_of_a_group_that_joined_is_not_lost_in_silence(run_ranks, tmp_path: Path) -> None:
+    missing = "2 missing: optimizer/*/1.bias (this engine's optimizer doesn't hold it), optimizer/*/1.weight"
+    ranks = run_ranks(2, with_a_group_that_joined, str(tmp_path))
+    assert any(missing in line for line in ranks[0][1])
+    for message, _, unchanged, gaps in ranks:
+        assert missing in message
+        assert unchanged
+        assert gaps == [0.0] * 3
 
 
 class Scaled(nn.Linear):
