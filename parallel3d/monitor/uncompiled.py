@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -23,7 +24,10 @@ class _Uncompiled(StoredModel):
 
 
 class UncompiledWriter:
-    """Writes the calls of compiled functions that ran uncompiled: those of a new shape at once, others within 10 s."""
+    """Writes the calls of compiled functions that ran uncompiled: those of a new shape at once, others within 10 s.
+
+    What can't be written gives a warning; the training continues.
+    """
 
     def __init__(self, functions: Sequence[FirstShapes], directory: Path):
         self._functions, self._file = functions, directory / FILE_NAME
@@ -43,9 +47,13 @@ def _write(functions: Sequence[FirstShapes], file: Path) -> None:
     for function in functions:
         for shapes, number in function.others.items():
             calls[function.name, function.shapes, shapes] += number
-    if calls:
+    if not calls:
+        return
+    try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, _Uncompiled(calls=tuple((*key, n) for key, n in calls.items())).model_dump_json() + "\n")
+    except OSError as error:
+        warnings.warn(f"the calls of compiled layers that ran uncompiled can't be written: {error}", stacklevel=2)
 
 
 def describe_uncompiled(directory: Path) -> list[str]:
