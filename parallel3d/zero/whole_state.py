@@ -54,8 +54,8 @@ class WholeState:
         """Return a copy in the parameter's shape, or, flat, of this rank's part; None if there is none.
 
         what: MASTER (in fp32 or wider), GRADIENT (of the mean loss, or of the sum where losses are (sum, count), over all
-        replicas; after the step, if it is kept, as the optimizer got it, clipped), or the name of a state of the optimizer with
-        an element for each of the parameter.
+        replicas; after the step clipped, unless the optimizer got a copy, as with "step": "cpu" or narrower accumulators), or
+        the name of a state of the optimizer with an element for each of the parameter.
         """
         group = self._prepare(what)
         found = self._local(what) if local else self._whole(what)
