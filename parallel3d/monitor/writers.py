@@ -260,7 +260,6 @@ class MonitorMaster:
         self._collected.append((samples, [*numbers, *tensors], [*numbers.values()], on_host, event))
         if not self._written:
             self._write([])
-            atexit.register(self._flush_at_exit)  # now, so that it runs before the monitors' own
         elif time.monotonic() - self._written > _INTERVAL:
             self._write(self._arrived())
 
@@ -293,7 +292,9 @@ class MonitorMaster:
             if (monitor := self._attempt(name, make)) is not None:
                 self._monitors[name] = monitor
                 self._attempt(name, monitor.log_config, self._config)
-        self._unopened.clear()
+        if self._unopened:
+            self._unopened.clear()
+            atexit.register(self._flush_at_exit)  # now, so that it runs before the monitors' own
         for name, monitor in list(self._monitors.items()) if events else ():
             self._attempt(name, monitor.write_events, events)
         self._written = time.monotonic()

@@ -195,6 +195,22 @@ def test_what_a_failing_script_has_trained_is_written_at_its_end(tmp_path: Path)
     assert [row["Train/Samples/train_loss"] for row in history(file)] == losses
 
 
+WRITES_FIRST = """
+from parallel3d.config import load
+from parallel3d.monitor.writers import MonitorMaster
+monitor = MonitorMaster(load({"run_record": {"directory": "run"}}), writes_here=True)
+monitor.write_events([("Eval/accuracy", 0.5, 0)])
+monitor.collect(4, {"train_loss": 0.25})
+"""
+
+
+def test_values_are_written_at_the_end_also_if_the_script_has_written_first(tmp_path: Path):
+    [done] = run_codes(WRITES_FIRST, tmp_path, [{**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}])
+    assert done.returncode == 0, done.stderr
+    _, *rows = map(json.loads, (tmp_path / "0" / "run" / "metrics.jsonl").read_text().splitlines())
+    assert [(row["samples"], row.get("train_loss")) for row in rows] == [(0, None), (4, 0.25)]
+
+
 def test_mlflows_file_store_has_the_values(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     import mlflow
