@@ -69,7 +69,7 @@ def test_a_pipelines_layers_have_their_share_of_its_forwards(tmp_path: Path):
     """The engine calls the layers, not their module, and in the backward recomputes what the last one needs."""
     layers = [nn.Linear(IN, MID), nn.ReLU(), nn.Sequential(nn.Linear(MID, OUT))]
     net = PipelineModule(layers, num_stages=1, loss_fn=nn.functional.mse_loss, activation_checkpoint_interval=3)
-    file = tmp_path / "profile.txt"
+    file = tmp_path / "new" / "profile.txt"
     config = {
         "train_batch_size": 2 * ROWS,
         "gradient_accumulation_steps": 2,

@@ -141,7 +141,7 @@ class FlopsProfiler:
         FLOP/s of its forwards and, where the device's peak is known, their share of it (MFU).
 
         - module_depth: the deepest modules to print; -1 for all. top_modules: how many of each depth.
-        - output_file: written instead.
+        - output_file: written instead, with the folders that it needs.
         """
         names = [name for name in sorted(self._forwards) if module_depth < 0 or name.count(".") <= module_depth]
         flops, seconds = self.get_total_flops(), self._duration
@@ -159,6 +159,7 @@ class FlopsProfiler:
             lines.append(self._table(names))
         text = "\n".join(lines)
         if output_file:
+            Path(output_file).parent.mkdir(parents=True, exist_ok=True)
             Path(output_file).write_text(text + "\n", encoding="utf-8")
         else:
             logger.info("%s", text)
