@@ -329,17 +329,18 @@ class PipelineModule(nn.Module):
         if self.loss_fn is not None:
             self.loss_fn = wrap(self.loss_fn)
 
-    def forward_chunk(self, chunk: int, x: Any, enter: EnterLayer = same_stream) -> Any:
+    def forward_chunk(self, chunk: int, x: Any, enter: EnterLayer = same_stream, restores: bool = False) -> Any:
         """Run the layers of one of this rank's chunks on `x`, the input of its first layer.
 
-        enter: called before each layer, and again before its recomputation.
+        - enter: called before each layer, and again before its recomputation.
+        - restores: whether recomputations leave random states as they are; not where the caller restores those.
         """
         for calls, policy in self.calls.groups(chunk):
             if policy and torch.is_grad_enabled():
                 run = partial(self._run, calls, enter, recomputed=True)
                 again = self.activation_checkpoint_func
                 if self._own_checkpoint_func is None and isinstance(again, Checkpointer):
-                    x = again.under(policy, restores=enter is same_stream)(run, x)
+                    x = again.under(policy, restores)(run, x)
                 else:
                     structure, tensors = describe(x)
                     x = again(partial(_run_on, run, structure), *tensors)
@@ -367,7 +368,7 @@ class PipelineModule(nn.Module):
     def forward(self, x: Any, enter: EnterLayer = same_stream) -> Any:
         """Run this rank's layers in order: the whole model on a single stage, else the part that the rank holds."""
         for chunk in self.own_chunks:
-            x = self.forward_chunk(chunk, x, enter)
+            x = self.forward_chunk(chunk, x, enter, restores=True)
         return x
 
 

@@ -68,8 +68,8 @@ class SingleStageModule(PipelineModule):
             policy = policy_of(k, block)
             vars(block)["forward"] = plain if policy == "none" else _Recomputing(plain, checkpointer, policy).forward
 
-    def forward_chunk(self, chunk: int, x: Any, enter: EnterLayer = same_stream) -> Any:
-        """Run the module on a micro-batch."""
+    def forward_chunk(self, chunk: int, x: Any, enter: EnterLayer = same_stream, restores: bool = False) -> Any:
+        """Run the module on a micro-batch. Its blocks' recomputations restore random states in any case."""
         self.wait_for_weights(self)
         enter(0)
         if isinstance(x, Mapping):

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import parallel3d
 from parallel3d import DeepSpeedEngine as Engine
 from parallel3d.errors import ConfigError, ExecutionError
+from parallel3d.pipe import LayerSpec, PipelineModule
 
 WIDTH, SAMPLES, ACCUMULATION = 8, 4, 3
 SIZES = {
@@ -227,6 +228,31 @@ def test_each_forward_of_a_micro_batch_draws_numbers_of_its_own(run_ranks, tmp_p
     assert len({tuple(mask) for mask in masks}) == 6
     assert resumed
     assert batch
+
+
+class Dropping(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x).tanh(), 0.2, self.training)
+
+
+def draw_after_recomputation(interval: int, own: bool) -> tuple[list[bool], list[Tensor]]:
+    """Return whether the script draws the same after a backward as without it, and the weights after the step."""
+    layers = [LayerSpec(Dropping, WIDTH, WIDTH) for _ in range(3)]
+    module = PipelineModule(layers, num_stages=1, seed_layers=True, activation_checkpoint_interval=interval)
+    engine, *_ = parallel3d.initialize(model=module, config=SIZES)
+    states = [torch.get_rng_state()]
+    loss = engine(micro_batch(0)[0]).square().mean()
+    loss.backward() if own else engine.backward(loss)
+    states.append(torch.get_rng_state())
+    engine.step()
+    return [torch.equal(state, states[0]) for state in states[1:]], [p.detach().clone() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_recomputation_leaves_the_scripts_random_numbers_alone(run_ranks, own: bool):
+    (plain,), (recomputed,) = (run_ranks(1, draw_after_recomputation, interval, own) for interval in (0, 1))
+    assert plain[0] == recomputed[0] == [True]
+    assert all(map(torch.equal, plain[1], recomputed[1]))
 
 
 def resize() -> tuple[list[bool], str, list[float]]:
