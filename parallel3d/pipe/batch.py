@@ -36,6 +36,7 @@ class TrainingData:
     def __init__(self, model: PipelineModule, sizes: BatchSizes, iterator: Iterator[Any] | None):
         self.sizes, self.iterator, self.source = sizes, iterator, MicroBatchSource()
         self._model = model
+        self._parameters = tuple(model.layers.parameters()) if model.groups.pipe.size > 1 else ()
         self._batch_fn: Callable[[Any], Any] = lambda item: item
         self._warned: set[str] = set()
 
@@ -129,7 +130,9 @@ class TrainingData:
                 error = raised
         signatures: list[int] = []
         try:
-            signatures = agree(own, error is not None, most, model.groups, model.placement[0])
+            # What is frozen between steps changes which tensors between stages require a gradient.
+            trained = _hash(bytes(parameter.requires_grad for parameter in self._parameters))
+            signatures = agree(own, error is not None, most, model.groups, model.placement[0], trained)
         except DataError:
             if error is not None:
                 raise error from None
@@ -214,22 +217,29 @@ class MicroBatchSource:
 
 
 def agree(
-    signatures: Sequence[int] | None, failed: bool, most: int, groups: ProcessGroups, first_stage: int
+    signatures: Sequence[int] | None,
+    failed: bool,
+    most: int,
+    groups: ProcessGroups,
+    first_stage: int,
+    trained: int = 0,
 ) -> list[int]:
     """Agree with all ranks, on the host, on a batch; return the signature of each micro-batch of this rank's pipeline.
 
-    The number of micro-batches is the same on every rank: the smallest of the ranks that load data.
+    The number of micro-batches is the same on every rank: the smallest of the ranks that load data. With the inputs, and
+    with what any stage trains, the signature changes: outputs of stages may differ in what requires a gradient.
 
     - signatures: one for each micro-batch that this rank could load, at most `most`; None on a rank that needs no data.
     - failed: whether loading failed on this rank.
     - first_stage: the stage of the first chunk, whose signatures are used.
+    - trained: signature of which of this rank's parameters require gradients.
 
     Raises PeerDataError on all ranks when loading failed on one; when one has no micro-batch, StopIteration on it and
     PeerEndOfData on ranks that do or need none.
     """
     count = _FAILED if failed else _NO_DATA_NEEDED if signatures is None else len(signatures)
     padded = [*(signatures or ()), *[0] * most][:most]
-    rows = all_gather_integers([count, *padded], groups.control)
+    rows = all_gather_integers([count, trained, *padded], groups.control)
     broken = [rank for rank, row in enumerate(rows) if row[0] == _FAILED]
     if broken:
         raise PeerDataError(f"ranks {broken} could not load their micro-batches; their own errors say why", broken[0])
@@ -239,14 +249,19 @@ def agree(
         raise StopIteration(f"the data iterator of rank {groups.rank} has no micro-batch left")
     if empty:
         raise PeerEndOfData(f"the data iterators of ranks {empty} have no micro-batch left", empty[0])
-    return rows[groups.pipe.ranks[first_stage]][1 : 1 + number]
+    pipeline = [rows[rank] for rank in groups.pipe.ranks]
+    everywhere = [row[1] for row in pipeline]
+    return [_hash(f"{each} {everywhere}".encode()) for each in pipeline[first_stage][2 : 2 + number]]
 
 
 def signature(inputs: Any) -> int:
     """Hash the structure of a micro-batch's inputs (tree, shapes, dtypes, and values other than tensors) to 63 bits."""
     structure, _ = describe(inputs)
-    text = f"{structure.tree}|{structure.leaves}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+    return _hash(f"{structure.tree}|{structure.leaves}".encode())
+
+
+def _hash(text: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
 def make_loader(

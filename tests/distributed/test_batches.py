@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict, deque, namedtuple
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -597,6 +597,40 @@ def test_whatever_travels_the_numbers_are_those_of_one_process(run_ranks, model:
     frozen = {f"layers.{k}." for k, item in enumerate(items) if item.make is FrozenLine}
     trained = {name: w for name, w in wanted[2].items() if not name.startswith(tuple(frozen))}
     check(ranks, (wanted[0], wanted[1], trained), dp=1)
+
+
+# Which layers are frozen in each step: those of the first stage, none again, those of the last, all but those, and none.
+FROZEN_LAYERS = [(), (0, 1), (), (6, 7), (0, 1, 2, 3, 4, 5), ()]
+
+
+def freeze(layers: Mapping[int, nn.Module], frozen: Sequence[int]) -> None:
+    for k, layer in layers.items():
+        layer.requires_grad_(k not in frozen)
+
+
+def train_thawing(pipeline: dict[str, Any]) -> Run:
+    pipeline = {**pipeline, "partition": "uniform"}
+    # Momentum would move a frozen layer of the reference.
+    changes = {"momentum": 0.0}
+    engine = make_engine([line()] * 8, squares, accumulation=2, pipeline=pipeline, optimizer_changes=changes)
+    data, losses, norms = own_iterator(engine, ODD_BATCHES), [], []
+    for frozen in FROZEN_LAYERS:
+        freeze({int(k): layer for k, layer in engine.module.layers.items()}, frozen)
+        (loss,), (norm,), weights = run_steps(engine, data, 1)
+        losses.append(loss)
+        norms.append(norm)
+    return losses, norms, weights
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=str)
+def test_layers_that_are_frozen_and_thawed_between_steps_are_those_of_one_process(run_ranks, pipeline: dict[str, Any]):
+    plain = Reference([line()] * 8, squares, make_optimizer("SGD", momentum=0.0), base_seed=BASE_SEED)
+    steps = []
+    for k, frozen in enumerate(FROZEN_LAYERS):
+        freeze({k: layer for k, layer in enumerate(plain.modules) if layer is not None}, frozen)
+        steps.append(plain.step(ODD_BATCHES[2 * k : 2 * k + 2]))
+    losses, norms = zip(*steps, strict=True)
+    check(run_ranks(pipeline["stages"], train_thawing, pipeline), (list(losses), list(norms), plain.weights()), dp=1)
 
 
 INTEGERS = [((x, 1 + g % 4), y) for g, (x, y) in enumerate(ODD_BATCHES)]
