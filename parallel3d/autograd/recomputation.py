@@ -228,13 +228,14 @@ _ADVICE = "it must compute the same from the same arguments"
 
 
 class _Slot:
-    """A tensor that a region saves, for autograd. value: the tensor, once it is computed again."""
+    """A tensor that a region saves, for autograd. value: the tensor, once it is computed again; version: its version then."""
 
-    __slots__ = ("__weakref__", "dtype", "region", "shape", "value")
+    __slots__ = ("__weakref__", "dtype", "region", "shape", "value", "version")
 
     def __init__(self, region: _Region, tensor: Tensor):
         self.region, self.shape, self.dtype = region, tensor.shape, tensor.dtype
         self.value: Tensor | None = None
+        self.version = 0
 
 
 class _Done(Exception):
@@ -314,7 +315,7 @@ class _Region:
                     raise ExecutionError(
                         f"a region saved a tensor {first} in its forward, but {now} in its recomputation; {_ADVICE}"
                     )
-                slot.value = tensor
+                slot.value, slot.version = tensor, tensor._version
             if number == len(self._slots):
                 raise _Done
 
@@ -336,10 +337,15 @@ class _Region:
 
 
 def unpack(slot: _Slot) -> Tensor:
-    """Return the tensor of a slot."""
+    """Return the tensor of a slot. Raises ExecutionError, as autograd does, if it was changed in place after it was saved."""
     if slot.value is None:
         slot.region.recompute()
     assert slot.value is not None
+    if slot.value._version != slot.version:
+        raise ExecutionError(
+            f"a region changed a tensor {list(slot.shape)} in place after it had saved it for its backward; use an operation "
+            "that makes a new tensor"
+        )
     return slot.value
 
 

@@ -188,6 +188,23 @@ def test_a_region_that_writes_into_its_argument_is_refused(offloaded: bool, erro
         run(lambda x: x.relu_().tanh(), x).sum().backward()
 
 
+def change_what_tanh_saved(x: Tensor) -> Tensor:
+    y = x.tanh()
+    return y.add_(1).sigmoid()
+
+
+@pytest.mark.parametrize("policy", ["full", "cheap", "attention"])
+def test_a_region_that_writes_into_what_it_saved_is_refused_as_by_autograd(policy: Any):
+    run = Checkpointer(ActivationCheckpointingConfig(policy=policy))
+    x = torch.randn(2, HIDDEN, requires_grad=True)
+    for function, error in (
+        (change_what_tanh_saved, RuntimeError),
+        (lambda x: run(change_what_tanh_saved, x), ExecutionError),
+    ):
+        with pytest.raises(error, match=r"in ?place"):
+            function(x).sum().backward()
+
+
 def held_bytes(wrap: Callable[..., Any]) -> int:
     """Return the bytes that autograd holds for the backward of six wide layers."""
     layers = [nn.Linear(HIDDEN, HIDDEN) for _ in range(6)]
