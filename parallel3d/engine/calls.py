@@ -15,7 +15,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from parallel3d.autograd.fp8 import Fp8
 from parallel3d.autograd.recipes import Value
 from parallel3d.autograd.sink import accumulates
-from parallel3d.engine.update import LossShare, WeightUpdate
+from parallel3d.engine.loss import LossShare
+from parallel3d.engine.update import WeightUpdate
 from parallel3d.errors import ConfigError, ExecutionError
 from parallel3d.optim.precision import Precision
 from parallel3d.pipe.batch import TrainingData

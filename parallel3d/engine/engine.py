@@ -19,10 +19,11 @@ from parallel3d.engine.compile import Compilation
 from parallel3d.engine.flops import peak_of
 from parallel3d.engine.fp8 import mark_gathers
 from parallel3d.engine.garbage import GarbageFreezer
+from parallel3d.engine.loss import LossShare
 from parallel3d.engine.reports import Reports
 from parallel3d.engine.state import Checkpoints, Location
 from parallel3d.engine.step import BatchRunner, evaluating
-from parallel3d.engine.update import LossShare, WeightUpdate, idle_optimizer
+from parallel3d.engine.update import WeightUpdate, idle_optimizer
 from parallel3d.errors import ConfigError, ExecutionError, PeerError
 from parallel3d.failures.attribution import Attribution
 from parallel3d.failures.watchdog import follows
@@ -160,12 +161,11 @@ class Engine:
             self.data.warn_of_sizes(loaded[0], len(loaded[1]))
             self.update.reducer.start_step()
             batch, result = self._runner.run(loaded, training=True)
-            num_micro_batches = len(batch.signatures)
-            loss = self._finish_step(self._runner.share(batch, result), num_micro_batches)
+            loss = self._finish_step(self._runner.share(batch, result), len(batch.signatures))
             if auto is not None and auto.plan is None:
                 with self.unwatched():  # the first rank searches while the others wait
                     can_capture = self._runner.can_capture and not self.compilation.broke
-                    auto.learn(num_micro_batches, most, self.reports.memory, can_capture)
+                    auto.learn(len(batch.signatures), most, self.reports.memory, can_capture)
             return loss
 
     def _finish_step(self, own_loss: LossShare, num_micro_batches: int, **lr_kwargs: Any) -> Tensor:

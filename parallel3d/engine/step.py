@@ -19,8 +19,9 @@ from parallel3d.config import Config
 from parallel3d.engine.attention import attention_context
 from parallel3d.engine.calls import StepProgress
 from parallel3d.engine.fp8 import check_device, gather_in_fp8, linears_of, use_fp8
+from parallel3d.engine.loss import LossShare, countable
 from parallel3d.engine.reports import Reports
-from parallel3d.engine.update import LossShare, WeightUpdate, countable
+from parallel3d.engine.update import WeightUpdate
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.memory import RunMemory
 from parallel3d.optim.precision import Precision

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from parallel3d.comm.collectives import Work, all_gather_integers, all_gather_object, all_reduce
-from parallel3d.comm.groups import ProcessGroups
 from parallel3d.comm.peer.gathers import open_gather_copies
 from parallel3d.config import Config
+from parallel3d.engine.loss import LossShare, countable
 from parallel3d.errors import ConfigError, OffloadError
 from parallel3d.kernels.fused_adamw import open_update_kernels
 from parallel3d.optim.precision import LossScaler, Precision
@@ -36,38 +36,6 @@ from parallel3d.zero.whole_state import WholeState
 
 # Maximum number of parameters that the warning of an overflow lists.
 _MAX_NAMES = 3
-
-
-@dataclass(frozen=True)
-class LossShare:
-    """This rank's share of a batch's loss, as float64 scalars.
-
-    It is 0 except on the first tensor-parallel rank of the last chunk. The mean loss is total / count, each summed over all
-    ranks. counted: whether the loss function returns counts, such as numbers of tokens; else the counts add up to 1.
-    """
-
-    total: Tensor
-    count: Tensor
-    counted: bool
-
-    @staticmethod
-    def of(
-        losses: Sequence[Tensor], counts: Sequence[Tensor], groups: ProcessGroups, device: torch.device
-    ) -> LossShare:
-        """Add up losses, and counts if there are any, each multiplied by the weight that its gradient had."""
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        if groups.coordinate("model") > 0:
-            losses, counts = [], []
-        total = sum((loss.double().reshape(()) for loss in losses), zero)
-        if counts:
-            return LossShare(total, sum(counts, zero), True)
-        # A replica's share does not depend on its number of losses.
-        return LossShare(total, torch.full_like(zero, 1.0 / groups.data.size if losses else 0.0), False)
-
-
-def countable(count: Tensor) -> Tensor:
-    """Return a count to divide a sum, and its gradients, by: 1 in place of 0, so that a sum of nothing gives 0."""
-    return count.masked_fill(count == 0, 1.0)
 
 
 def _cast(model: nn.Module, dtype: torch.dtype | None) -> None:

@@ -13,6 +13,7 @@ from reference import Reference
 from torch import Tensor
 
 import parallel3d
+from parallel3d.errors import ConfigError
 from parallel3d.pipe import PipelineModule
 
 STEPS, ACCUMULATION, DP = 3, 3, 2
@@ -157,3 +158,33 @@ def test_evaluation_averages_over_tokens(run_ranks):
     for rank, (found, found_each) in enumerate(run_ranks(4, evaluate)):
         assert found == pytest.approx(average, rel=1e-5)
         assert found_each == pytest.approx(each[rank % 2 :: 2], rel=1e-5)
+
+
+def count_some_tokens(output: Tensor, labels: Tensor) -> Any:
+    """Return (sum, count) only where labels are ignored."""
+    loss, count = token_loss(output, labels)
+    return (loss, count) if count < labels.numel() else loss / count
+
+
+def mix_counts_and_means() -> list[str]:
+    ids, labels = toy.micro_batch(0)
+    data = [(ids, labels), (ids, torch.full_like(labels, IGNORED))]
+    engine = make_engine(toy.model(tied=False), count_some_tokens, accumulation=2, pipeline={"stages": 1})
+    found = []
+    for run in (engine.train_batch, engine.eval_batch):
+        with pytest.raises(ConfigError) as caught:
+            run(iter(data))
+        found.append(str(caught.value))
+    for ids, labels in data:
+        engine.backward(count_some_tokens(engine(ids), labels))
+        if not engine.is_gradient_accumulation_boundary():
+            engine.step()
+    with pytest.raises(ConfigError) as caught:
+        engine.step()
+    return [*found, str(caught.value)]
+
+
+def test_counts_for_some_micro_batches_alone_are_refused(run_ranks):
+    (messages,) = run_ranks(1, mix_counts_and_means)
+    for message in messages:
+        assert "(sum, count) for 1 of 2 micro-batches and a mean for the others" in message
