@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
 from typing import Any
@@ -180,8 +181,8 @@ class MicroBatchSource:
     """Takes micro-batches from iterators, and keeps those that a step did not use for the next one."""
 
     def __init__(self) -> None:
-        # id(iterator) -> (iterator, its kept micro-batches). Holding the iterator keeps its id from being reused.
-        self._left: dict[int, tuple[Iterator[Any], list[Any]]] = {}
+        # id(iterator) -> (what keeps the id from being reused, its kept micro-batches)
+        self._left: dict[int, tuple[Any, list[Any]]] = {}
 
     def take(self, iterator: Iterator[Any], most: int) -> list[Any]:
         """Return the next micro-batches of `iterator`: `most` of them, or fewer when it ends.
@@ -194,7 +195,7 @@ class MicroBatchSource:
                 f"data_iter is a {type(iterator).__name__}, which starts again at each batch; pass an iterator: "
                 "iter(loader), or RepeatingLoader(loader) to go on over epochs"
             )
-        _, kept = self._left.setdefault(id(iterator), (iterator, []))
+        _, kept = self._left.setdefault(id(iterator), (self._holder(iterator), []))
         for item in islice(iterator, max(0, most - len(kept))):
             kept.append(item)  # those before an exception stay in _left
         taken = self.forget(iterator)
@@ -205,7 +206,15 @@ class MicroBatchSource:
         """Keep micro-batches that a step could not use, because another rank had fewer or failed, for the next `take`."""
         left = [*micro_batches, *self.forget(iterator)]
         if left:
-            self._left[id(iterator)] = iterator, left
+            self._left[id(iterator)] = self._holder(iterator), left
+
+    def _holder(self, iterator: Iterator[Any]) -> Any:
+        """Return a weak reference that drops what is kept of the iterator at its end, or the iterator where it has none."""
+        left, key = self._left, id(iterator)
+        try:
+            return weakref.ref(iterator, lambda _: left.pop(key, None))
+        except TypeError:  # those of lists, and others in C
+            return iterator
 
     def num_left(self, iterator: Iterator[Any]) -> int:
         """Return the number of micro-batches of `iterator` that are kept."""
@@ -213,7 +222,7 @@ class MicroBatchSource:
 
     def forget(self, iterator: Iterator[Any]) -> list[Any]:
         """Drop the micro-batches of `iterator` that are kept, and return them."""
-        return self._left.pop(id(iterator), (iterator, []))[1]
+        return self._left.pop(id(iterator), (None, []))[1]
 
 
 def agree(

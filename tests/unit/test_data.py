@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -216,6 +217,15 @@ def test_an_iterator_that_raises_loses_nothing():
     with pytest.raises(OSError, match="gone"):
         source.take(iterator, 3)
     assert source.take(iterator, 3) == [1, 2]
+
+
+def test_an_iterator_that_the_script_drops_is_not_kept():
+    source, iterator = MicroBatchSource(), (k for k in range(3))  # uneven evaluations leave some micro-batches
+    source.give_back(iterator, source.take(iterator, 2))
+    assert source.num_left(iterator) == 2
+    dropped = weakref.ref(iterator)
+    del iterator
+    assert dropped() is None
 
 
 def test_what_is_no_iterator_is_refused():
