@@ -352,13 +352,20 @@ def rope_json(rope: Rope) -> dict[str, Any]:
 def rope_section(name: str, section: Mapping[str, Any], theta: Any) -> dict[str, Any]:
     """Return a section of this name, written by transformers 4 or 5, with the keys of Rope alone.
 
-    theta: the rope_theta of the whole config, for a section that has none. Raises ConfigError for an unknown key.
+    theta: the rope_theta of the whole config, for a section that has none. Raises ConfigError for an unknown key, and for a
+    missing factor.
     """
     renamed = {("rope_type" if key == "type" else key): value for key, value in section.items()}
     if renamed.get("partial_rotary_factor") == 1.0:
         del renamed["partial_rotary_factor"]
     refuse(f"in {name}", {key: value for key, value in renamed.items() if key not in _KNOWN}, _KNOWN)
     given = {key: value for key, value in renamed.items() if value is not None}
+    kind = str(given.get("rope_type"))
+    if "factor" in _KEYS_OF_KIND.get(kind, ()) and "factor" not in given:
+        raise ConfigError(
+            f"{name} is of type {kind!r}, but has no factor; give that of the model's training, mostly "
+            "max_position_embeddings / original_max_position_embeddings"
+        )
     return given if theta is None else {"rope_theta": theta, **given}
 
 

@@ -60,7 +60,12 @@ def write_config(path: Path, **changes: Any) -> Path:
         ({"architectures": {"a": 1}}, "no config.json of a model: architectures: .* not {'a': 1}"),
         ({"model_type": 3}, "no config.json of a model: model_type: "),
         ({"attention_dropout": 2.0}, "attention_dropout is 2.0"),
-        ({"rope_theta": -1.0, "rope_scaling": {"type": "linear"}}, "rope_theta = -1.0"),
+        ({"rope_theta": -1.0, "rope_scaling": {"type": "linear", "factor": 2}}, "rope_theta = -1.0"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling is of type 'linear', but has no factor"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 16}},
+            "rope_parameters is of type 'yarn', but has no factor; .*max_position_embeddings / original",
+        ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 0}}, "factor = 0"),
         ({"architectures": ["GPT2LMHeadModel"], "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse"),
     ],
