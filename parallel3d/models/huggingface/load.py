@@ -84,7 +84,7 @@ def from_hf(
     where = str(directory or type(source).__name__)
     sizes = _tie(sizes, tied, stored, where)
     if stored is not None:
-        check_weights(stored, _all_stored(sizes), sizes.tied, where)
+        check_weights(stored, _all_stored(sizes), sizes, where)
     return decoder(replace(sizes, huggingface=raw), _dtype(raw) if dtype == "auto" else dtype, stored, units)
 
 

@@ -73,6 +73,9 @@ HEAD = "lm_head.weight"
 COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
+_COMPARED_ROWS = 4096
+
+
 class Weights:
     """Named tensors, each a torch tensor or a safetensors slice, which is read from its file when it is asked for."""
 
@@ -109,6 +112,14 @@ class Weights:
         """Return elements [start, stop) of a tensor along dim; nothing else is read from a file."""
         part: Tensor = self._tensors[name][(slice(None),) * dim + (slice(start, stop),)]
         return part.detach()
+
+    def are_equal(self, name: str, other: str) -> bool:
+        """Return whether two tensors have the same values; those of files are read a few rows at a time."""
+        if self._tensors[name] is self._tensors[other]:
+            return True
+        rows, steps = self._shape(name)[0], range(0, self._shape(name)[0], _COMPARED_ROWS)
+        parts = ((self.read(key, 0, k, min(k + _COMPARED_ROWS, rows)) for key in (name, other)) for k in steps)
+        return self._shape(name) == self._shape(other) and all(bool((a == b).all()) for a, b in parts)
 
     def scratch(self, like: Tensor) -> Tensor:
         """Return memory on the CPU for values like these, the same in each call: new buffers would leave holes in the heap."""
@@ -186,16 +197,25 @@ def download_of(directory: Path) -> str:
     return f"; download it: hf download {model[1].replace('--', '/', 1)}" if model else ""
 
 
-def check_weights(weights: Weights, wanted: Iterable[Stored], tied: bool, where: str) -> None:
-    """Raise CheckpointError, with the names of all at fault, unless the weights are those wanted, of their shapes."""
+def check_weights(weights: Weights, wanted: Iterable[Stored], config: DecoderConfig, where: str) -> None:
+    """Raise CheckpointError, with the names of all at fault, unless the weights are those wanted, of their shapes.
+
+    Also for a tied head whose values are not the embedding's.
+    """
     shapes = weights.shapes()
     expected = {name: shape for stored in wanted for name, shape in stored.shapes.items()}
-    # Hugging Face writes a tied head's weight or not; what is there is the embedding's.
+    # Hugging Face writes a tied head's weight or not.
     extra = [n for n in shapes if n not in expected and not n.endswith(COMPUTED)]
-    unknown = [n for n in extra if not (tied and n == HEAD)]
+    unknown = [n for n in extra if not (config.tied and n == HEAD)]
     misshapen = {name: (s, shapes[name]) for name, s in expected.items() if shapes.get(name, s) != s}
     if faults := differences(set(expected) - set(shapes), unknown, misshapen):
         raise CheckpointError(f"the tensors of {where} don't fit its config.json; {faults}")
+    embedding = f"{names_of('tokens', config.rope is None)[0]}.weight"
+    if config.tied and HEAD in shapes and not weights.are_equal(HEAD, embedding):
+        raise CheckpointError(
+            f"{where} ties {HEAD} to {embedding}, but they have different values; give tied=False to train both, as "
+            "transformers does, or remove the one that is not the model's"
+        )
 
 
 @torch.no_grad()
@@ -349,6 +369,11 @@ def _names_in_files(model: nn.Module, weights: Weights, directory: Path, remedy:
     misshapen = {n: (tuple(t.shape), shapes[n]) for n, t in tensors.items() if shapes.get(n, t.shape) != t.shape}
     if faults := differences(missing, unknown, misshapen):
         raise CheckpointError(f"the tensors of {directory} don't fit {type(model).__name__}; {faults}; {remedy}")
+    differing = [n for n, t in tensors.items() if n in shapes and not weights.are_equal(n, name_of[t])]
+    if differing:  # transformers does not tie them
+        raise CheckpointError(
+            f"{type(model).__name__} ties {differing[0]} to other weights of {directory}, which have different values; {remedy}"
+        )
     return name_of
 
 

@@ -181,6 +181,27 @@ def test_the_head_can_be_untied_but_not_lost(tmp_path):
         from_hf(tmp_path, tied=True)
 
 
+@pytest.mark.parametrize("name", ["llama-tied", "gpt2", "gemma2"])
+def test_a_tied_head_with_values_of_its_own_is_not_dropped(tmp_path: Path, name: str):
+    """Transformers doesn't tie it, whatever config.json says."""
+    embedding = save_model(tmp_path, name).get_input_embeddings().weight.detach()
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": embedding.clone()}, tmp_path / "model.safetensors", {"format": "pt"})
+    from_hf(tmp_path)  # a copy of the embedding's
+    save_file({**tensors, "lm_head.weight": 2 * embedding}, tmp_path / "model.safetensors", {"format": "pt"})
+    model = load_model(tmp_path)
+    options = {}
+    if name != "gemma2":  # which keeps its own layers
+        options["tied"] = False
+        for source in (tmp_path, model):
+            with pytest.raises(CheckpointError, match=r"ties lm_head.weight to .* give tied=False"):
+                from_hf(source)
+    with torch.no_grad():
+        for source in (tmp_path, model):
+            module = PipelineModule(from_hf(source, **options), num_stages=1).eval()
+            torch.testing.assert_close(module(token_ids(1, 5)), model(token_ids(1, 5)).logits, rtol=1e-5, atol=1e-5)
+
+
 class Recording(Weights):
     """Notes what is read."""
 
