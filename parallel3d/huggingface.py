@@ -56,6 +56,8 @@ class PipelineTrainer(_Trainer):
         filled: Any = self.accelerator.state.deepspeed_plugin.hf_ds_config
         if source == "none" or HfDeepSpeedConfig(source).get_value("train_batch_size") in (None, "auto"):
             self._deepspeed_config.pop("train_batch_size", None)
+        # A plain Trainer clips. A configuration without the key would not.
+        self._deepspeed_config.setdefault("gradient_clipping", self.args.max_grad_norm or 0.0)
         filled.mismatches = [text for text in filled.mismatches if not text.startswith("- ds train_batch_size=")]
 
     @property

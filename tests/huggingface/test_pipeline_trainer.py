@@ -25,7 +25,10 @@ PLAIN: dict[str, Case] = {
     "adapters, plain": (None, 1, {"adapts": True}),
     "grouped plain": (None, 1, {"arguments": GROUPED}),
 }
+# It says nothing of gradient_clipping, as in docs/huggingface.md.
+SHORT = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
 ON_ONE: dict[str, Case] = {
+    "short": ({**SHORT, "zero_optimization": {"stage": 1}, "pipeline": {"stages": 1}}, 1, {}),
     "grouped": case(1, 1, {"stage": 0}, arguments=GROUPED),
     "grouped, resumed": case(1, 1, {"stage": 0}, resumes=True, arguments=GROUPED),
 }
