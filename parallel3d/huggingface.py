@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -18,6 +19,15 @@ from parallel3d.models.loss import IGNORED, SlicedLogits
 from parallel3d.rng import generator_states, set_generator_states
 
 _Trainer: Any = object
+
+
+def _keeps_labels(model: Any) -> bool:
+    """Return whether a model is one of transformers' that compute a cross entropy themselves, as BartForCausalLM does.
+
+    All of these compare a position's logits with its own label. Others call their `loss_function`, which shifts labels.
+    """
+    kind = type(model.get_base_model() if hasattr(model, "peft_config") else model)
+    return kind.__module__.startswith("transformers.") and "loss_function" not in unwrap(kind.forward).__code__.co_names
 
 
 class PipelineTrainer(_Trainer):
@@ -78,6 +88,9 @@ class PipelineTrainer(_Trainer):
             f"{type(self).__name__}.compute_loss": not type(self).compute_loss.__module__.startswith("transformers."),
             f"a {type(self.model).__name__}, whose loss isn't known to be a causal language model's (if it is, set "
             "model.loss_type = 'ForCausalLM')": not self._loss_shifts_labels,
+            f"a {type(self.model).__name__}, whose loss compares each position with its own label": _keeps_labels(
+                self.model
+            ),
         }
         if given := [name for name, is_given in refused.items() if is_given]:
             raise ConfigError(

@@ -54,8 +54,8 @@ def train(model: Path, out: Path, config: dict[str, Any] | None, replicas: int, 
 
     - config: for `TrainingArguments(deepspeed=)`; None for a plain Trainer, or for what `accelerate launch` has set.
     - options: resumes (False): go on from the directory's checkpoint. again (False): train a second time. adapts (False):
-      train adapters. shifted (False): give shift_labels alone. arguments: more of TrainingArguments; if they, or the
-      configuration, are refused, the error is returned.
+      train adapters. shifted (False): give shift_labels alone. unshifted (False): train a Bart. arguments: more of
+      TrainingArguments; if they, the model or the configuration are refused, the error is returned.
     """
     import transformers
 
@@ -81,6 +81,8 @@ def train(model: Path, out: Path, config: dict[str, Any] | None, replicas: int, 
 
     splits = config is not None or "ACCELERATE_USE_DEEPSPEED" in os.environ
     own = transformers.AutoModelForCausalLM.from_pretrained(model)
+    if options.get("unshifted"):
+        own = transformers.BartForCausalLM(transformers.BartConfig(d_model=16, encoder_layers=1, decoder_layers=1))
     rows, shifted = samples(), options.get("shifted", False)
     try:
         trainer = (Trainer if splits else transformers.Trainer)(

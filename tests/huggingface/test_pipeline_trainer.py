@@ -33,7 +33,10 @@ ON_ONE: dict[str, Case] = {
     "grouped, resumed": case(1, 1, {"stage": 0}, resumes=True, arguments=GROUPED),
 }
 REFUSED = {"label_smoothing_factor": 0.1, "average_tokens_across_devices": False, "auto_find_batch_size": True}
-REFUSING: dict[str, Case] = {"refused": case(1, 1, {"stage": 1}, arguments=REFUSED)}
+REFUSING: dict[str, Case] = {
+    "refused": case(1, 1, {"stage": 1}, arguments=REFUSED),
+    "refused model": case(1, 1, {"stage": 1}, unshifted=True),
+}
 ON_TWO: dict[str, Case] = {
     "pp2": case(2, 1, {"stage": 1}),  # its configuration is in a file
     "dp2": case(1, 1, {"stage": 2}, 2, again=True, shifted=True),
@@ -97,5 +100,6 @@ def test_a_training_is_that_of_one_process(found: tuple[Path, dict[str, Any]], n
 def test_what_would_give_other_numbers_is_refused(found: tuple[Path, dict[str, Any]]):
     error = found[1]["refused"]["error"]
     assert all(name in error for name in REFUSED)
+    assert "BartForCausalLM, whose loss compares each position with its own" in found[1]["refused model"]["error"]
     batch = found[1]["refused batch"]["error"]
     assert "16 != 2 x 4 x 1 = 8. Set train_batch_size to 8" in batch
