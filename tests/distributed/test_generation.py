@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import VOCAB, make_model, token_ids
+from hf_models import VOCAB, make_model, token_ids, transformers
 from torch import Tensor, nn
 
 import parallel3d
-from parallel3d.errors import ConfigError
+from parallel3d.errors import ConfigError, Parallel3DError
 from parallel3d.models import from_hf
 from parallel3d.pipe import PipelineModule
 from parallel3d.rng import stream_seed
@@ -140,6 +140,22 @@ def refusals() -> tuple[list[str], list[Tensor]]:
     mask = torch.ones_like(ids)
     generated.append(whole.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False))
     return [*told, str(error.value)], generated
+
+
+def refuse(kind: str, sizes: dict[str, int]) -> str:
+    """Return the error of a model of which no keys and values can be kept."""
+    hf = transformers()
+    model = hf.AutoModelForCausalLM.from_config(hf.AutoConfig.for_model(kind, vocab_size=VOCAB, **sizes))
+    with pytest.raises(Parallel3DError) as error:
+        make_engine(model, 1).generate(token_ids(2, 4), max_new_tokens=3)
+    return str(error.value)
+
+
+def test_models_that_keep_no_keys_and_values_are_refused(run_ranks):
+    (told,) = run_ranks(1, refuse, "openai-gpt", {"n_embd": 8, "n_layer": 2, "n_head": 2})
+    assert "'openai-gpt' does not give its layers keys and values of each layer's positions; save it by save_hf" in told
+    (told,) = run_ranks(1, refuse, "mamba", {"hidden_size": 8, "num_hidden_layers": 2, "state_size": 4})
+    assert "'mamba' keeps other states than keys and values" in told
 
 
 def test_bad_requests_are_refused_on_all_ranks_with_the_remedy(run_ranks):

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from parallel3d.autograd.first_shapes import FirstShapes
 from parallel3d.checkpoint.export import Stored, all_of
@@ -34,6 +34,10 @@ class _Shared:
     """Stands for a tensor in the arguments of a layer: its index among the tensors that all layers share."""
 
     index: int
+
+
+# Of an error, after what is missing.
+_REMEDY = "keys and values of each layer's positions; save it by save_hf, and generate by transformers"
 
 
 @dataclass(frozen=True)
@@ -100,10 +104,16 @@ class WrappedPart(nn.Module):
         return found
 
     def keep_past(self, length: int | None) -> None:
-        """Keep keys and values from the next call on, of any number of positions; None: drop them, and keep no more."""
+        """Keep keys and values from the next call on, of any number of positions; None: drop them, and keep no more.
+
+        Raises ConfigError for layers that keep something else.
+        """
         from transformers import DynamicCache
 
-        self._past = None if length is None else DynamicCache(config=self.whole.config)
+        past: Any = None if length is None else DynamicCache(config=self.whole.config)
+        if past is not None and not all(hasattr(kept, "update") for kept in past.layers):
+            raise ConfigError(f"a model of type {self.whole.config.model_type!r} keeps other states than {_REMEDY}")
+        self._past = past
 
     @torch.no_grad()
     def _own(self, module: nn.Module) -> nn.Module:
@@ -208,6 +218,8 @@ class Entry(WrappedPart):
             return _Shared(known)
 
         calls = [tree_map(share, recorder.call) for recorder in self._recorders]
+        if self._past is not None and not any(isinstance(leaf, _Past) for leaf in tree_leaves(calls)):
+            raise ConfigError(f"a model of type {self.whole.config.model_type!r} does not give its layers {_REMEDY}")
         for recorder in self._recorders:
             recorder.forget()
         # No layer is here; the next call's masks depend on the number of positions that each would have kept.
