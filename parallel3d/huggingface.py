@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from parallel3d.comm.collectives import all_gather_into, all_gather_object, broadcast
+from parallel3d.config import load_sections
 from parallel3d.errors import ConfigError
 from parallel3d.models.huggingface.pipeline import HuggingFacePipeline
 from parallel3d.models.loss import IGNORED, SlicedLogits
@@ -84,6 +85,9 @@ class PipelineTrainer(_Trainer):
             "average_tokens_across_devices=False": not args.average_tokens_across_devices,
             "accelerator_config.dispatch_batches": args.accelerator_config.dispatch_batches,
             "train_sampling_strategy='batch_rebalance'": args.train_sampling_strategy == "batch_rebalance",
+            # Its hook is the model's embedding's, of which tensor-parallel ranks may have a copy made before.
+            "neftune_noise_alpha and tensor_parallel.size above 1": args.neftune_noise_alpha is not None
+            and (load_sections(self._deepspeed_config, "tensor_parallel").tensor_parallel.size or 1) > 1,
             "compute_loss_func": self.compute_loss_func is not None,
             f"{type(self).__name__}.compute_loss": not type(self).compute_loss.__module__.startswith("transformers."),
             f"a {type(self.model).__name__}, whose loss isn't known to be a causal language model's (if it is, set "

@@ -32,9 +32,14 @@ ON_ONE: dict[str, Case] = {
     "grouped": case(1, 1, {"stage": 0}, arguments=GROUPED),
     "grouped, resumed": case(1, 1, {"stage": 0}, resumes=True, arguments=GROUPED),
 }
-REFUSED = {"label_smoothing_factor": 0.1, "average_tokens_across_devices": False, "auto_find_batch_size": True}
+REFUSED = {
+    "label_smoothing_factor": 0.1,
+    "average_tokens_across_devices": False,
+    "auto_find_batch_size": True,
+    "neftune_noise_alpha": 5.0,  # with the two tensor-parallel ranks
+}
 REFUSING: dict[str, Case] = {
-    "refused": case(1, 1, {"stage": 1}, arguments=REFUSED),
+    "refused": case(1, 2, {"stage": 1}, arguments=REFUSED),
     "refused model": case(1, 1, {"stage": 1}, unshifted=True),
 }
 ON_TWO: dict[str, Case] = {
