@@ -6,7 +6,6 @@ import fcntl
 import gc
 import os
 import pickle
-import shlex
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -52,10 +51,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     """Of xdist: its workers share one fork server, and are its forks. Cluster tests need none, nor torch."""
     if not any("clustered" in argument for argument in config.args):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PRELOADED_TESTS", shlex.join(config.args))
-            for spec in specs:
-                spec.python = forked_python()
+        for spec in specs:
+            spec.python = forked_python()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from parallel3d.models import CausalLMLoss, DecoderConfig, Rope, decoder
 from parallel3d.pipe import PipelineModule
 
 ACCUMULATION = 2
+_FOLDER = TemporaryDirectory()
 
 # name -> (ranks, configuration)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -28,7 +30,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero0": (2, {"zero_optimization": {"stage": 0}}),
     "zero1": (2, {"zero_optimization": {"stage": 1}}),
     "zero2": (2, {"zero_optimization": {"stage": 2}}),
-    "monitored": (1, {"run_record": {"directory": "host_reads"}}),
+    "monitored": (1, {"run_record": {"directory": _FOLDER.name}}),
 }
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},

@@ -431,11 +431,7 @@ sys.exit(3 * (rank == 2))
     assert "rank 2" in said[0][1]
 
 
-def started_by_this_process() -> list[str]:
-    """The command of a worker, without its program."""
-    return [sys.executable, worker.__file__, str(os.getpid())]
-
-
+WORKER = [sys.executable, worker.__file__, str(os.getpid())]
 PROGRAMS = {
     "exception": "def f():\n    raise ValueError('a\\nb') from KeyError('c')\nf()",
     "syntax error": "x = (",
@@ -463,7 +459,7 @@ def test_a_worker_behaves_as_python_does(tmp_path: Path, program: str, as_module
     environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
     expected, found = (
         subprocess.run([*command, *target], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30)
-        for command in ([sys.executable], started_by_this_process())
+        for command in ([sys.executable], WORKER)
     )
     assert found.returncode == expected.returncode
     assert found.stdout == expected.stdout
@@ -476,7 +472,7 @@ def test_a_message_neither_floods_nor_controls_the_terminal(tmp_path: Path) -> N
     (tmp_path / "program.py").write_text("raise ValueError('\\x1b[2J' + 'x' * 10**6 + ' the end')")
     error_file = tmp_path / "error.json"
     environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(error_file)}
-    command = [*started_by_this_process(), str(tmp_path / "program.py")]
+    command = [*WORKER, str(tmp_path / "program.py")]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
     assert len(found.stderr) < 40_000
     assert "\x1b" not in found.stderr
