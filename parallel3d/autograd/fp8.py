@@ -99,6 +99,8 @@ class Fp8:
     @torch.no_grad()
     def cast_weights(self, modules: Iterable[nn.Module]) -> None:
         """Cast weights of these modules, and keep them where the last call did: CUDA graphs read them there."""
+        if not self.layers:
+            return
         for module, layer in [(m, self.layers[m]) for m in modules if m in self.layers]:
             weight = module.get_parameter("weight")
             layer.cast_weight(weight, False)

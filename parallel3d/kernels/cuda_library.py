@@ -141,6 +141,8 @@ FUNCTIONS: Mapping[str, tuple[Any, Sequence[Any]]] = {
     "p3d_all_reduce": (_INT, (_INT,) * 4 + (_POINTER, _POINTER, _LONG) + _STAGING + _LAUNCH),
     # dtype, wide, world, rank; input, output, squares; stride, size, accumulate; ...
     "p3d_reduce_scatter": (_INT, (_INT,) * 4 + (_POINTER,) * 3 + (_LONG, _LONG, _INT) + _STAGING + _LAUNCH),
+    # graph, replaced, device
+    "p3d_replace_memsets": (_INT, (_POINTER, ctypes.POINTER(_INT), _INT)),
     "p3d_adamw_part_bytes": (_INT, ()),
     "p3d_adamw_groups": (_INT, ()),
     # dtype, wide, world, rank; parts, vectors, groups, num_groups; divisor, skip, clear; weights, meets_before,

@@ -12,6 +12,7 @@ import torch
 from parallel3d.comm.environment import reset_before_destroy
 from parallel3d.config import Config
 from parallel3d.errors import ConfigError, ExecutionError
+from parallel3d.kernels.graph_memsets import clear_by_kernels
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.rng import OwnStreams, own_seed
 from parallel3d.zero.policy import ZeroPolicy
@@ -82,7 +83,8 @@ class CudaGraphs:
     @contextmanager
     def capture(self, layers: Sequence[int]) -> Iterator[torch.cuda.CUDAGraph]:
         """Capture the kernels that the block launches, which don't run. layers: those that may draw random numbers."""
-        graph, own, spare = torch.cuda.CUDAGraph(), self._generator.graphsafe_get_state(), self._generator.clone_state()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        own, spare = self._generator.graphsafe_get_state(), self._generator.clone_state()
         for layer in layers:
             states = self._states.setdefault(layer, [])
             states += [self._generator.clone_state() for _ in range(len(states), 1 + self._own_streams.most)]
@@ -107,6 +109,8 @@ class CudaGraphs:
             raise
         else:
             graph.capture_end()
+            clear_by_kernels(graph, self._device)
+            graph.instantiate()
         finally:
             self._generator.graphsafe_set_state(own)
             if collects:

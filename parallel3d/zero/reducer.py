@@ -124,11 +124,10 @@ class GradientReducer:
             buffers.release_all()
         for bucket in self.all_buckets():
             bucket.mark_gradients(bucket.is_cleared)
-            if bucket.gradients is None:
-                if not bucket.is_cleared:
-                    bucket.gradient_shard.zero_()
-            elif bucket.autograd_adds:
-                bucket.gradients.zero_()
+            if bucket.gradients is None and not bucket.is_cleared:
+                bucket.gradient_shard.zero_()
+        if added := [b.gradients for b in self.all_buckets() if b.gradients is not None and b.autograd_adds]:
+            torch._foreach_zero_(added)
         self.sink.open()
 
     @contextmanager

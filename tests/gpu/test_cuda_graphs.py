@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import parallel3d
 from parallel3d.errors import ExecutionError
+from parallel3d.kernels.graph_memsets import clear_by_kernels
 from parallel3d.models import DecoderConfig, causal_lm_loss, decoder
 from parallel3d.pipe import PipelineModule
 
@@ -199,3 +201,42 @@ def test_a_layer_that_cannot_be_captured_is_named(make: Callable[..., nn.Module]
     with pytest.raises(ExecutionError, match=message):
         engine.train_batch(iter([batch]))
     torch.ones(1, device="cuda").item()  # the device still works
+
+
+def test_kernels_in_place_of_memsets_write_the_same_and_keep_the_order():
+    cuda, size, stream = ctypes.CDLL("libcuda.so.1"), 1000, torch.cuda.Stream()
+    memory = torch.zeros(8, size, dtype=torch.int32, device="cuda")
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        memory.add_(7)
+        # Where and what, in bytes from the beginning of a row: 32, 16 and 8 bits; an odd number of bytes; a part of each line.
+        rows = [ctypes.c_void_p(row.data_ptr()) for row in memory]
+        queue, number = ctypes.c_void_p(stream.cuda_stream), ctypes.c_size_t
+        status = [
+            cuda.cuMemsetD32Async(rows[0], 0x01020304, number(size), queue),
+            cuda.cuMemsetD32Async(rows[1], 5, number(1), queue),
+            cuda.cuMemsetD16Async(rows[2], ctypes.c_ushort(0x0506), number(2 * size), queue),
+            cuda.cuMemsetD8Async(rows[3], ctypes.c_ubyte(9), number(4 * size - 4), queue),
+            cuda.cuMemsetD8Async(rows[4], ctypes.c_ubyte(9), number(3), queue),
+            cuda.cuMemsetD2D32Async(rows[5], number(4 * size), 11, number(10), number(2), queue),
+        ]
+        doubled = memory * 2
+        graph.capture_end()
+    assert status == [0] * len(status)
+
+    replaced = clear_by_kernels(graph, memory.device)
+    graph.instantiate()
+
+    assert replaced == 4
+    for run in (1, 2):
+        memory.fill_(run)
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = torch.full((8, size), run + 7, dtype=torch.int32)
+        expected[0], expected[1, 0], expected[2] = 0x01020304, 5, 0x05060506
+        expected[3, :-1], expected[5, :10], expected[6, :10] = 0x09090909, 11, 11
+        expected[4, 0] = 0x00090909  # its last byte stays: the sum is below 256
+        torch.testing.assert_close(memory.cpu(), expected, rtol=0, atol=0)
+        torch.testing.assert_close(doubled.cpu(), expected * 2, rtol=0, atol=0)

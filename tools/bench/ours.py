@@ -181,12 +181,16 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
 
 @dataclass(frozen=True)
 class Measured:
-    """Timed steps: seconds of each, the losses of all steps, memory in GiB of this rank after the warm-up."""
+    """Timed steps: seconds of each, the losses of all steps, memory in GiB of this rank after the warm-up.
+
+    in_a_row_s: seconds of a step among others that don't wait for each other; None on several ranks.
+    """
 
     times: list[float]
     losses: list[float]
     peak_gib: float
     reserved_gib: float
+    in_a_row_s: float | None
 
 
 def synchronize() -> None:
@@ -205,6 +209,8 @@ def measure(
 ) -> Measured:
     """Time `steps` steps, each between two synchronizations, after `warmup` others. Collective.
 
+    One rank also times as many in a row.
+
     before: losses of steps that are done already.
     """
     losses = [*before, *(step() for _ in range(warmup))]
@@ -222,7 +228,18 @@ def measure(
     # Weights and rings that ranks map are the allocator's in other frameworks, and in other cases.
     mapped = mapped_bytes()
     peak, reserved = peak + mapped, reserved + mapped
-    return Measured(times, [float(loss) for loss in losses], peak / 2**30, reserved / 2**30)
+    in_a_row = seconds_in_a_row(step, steps) if dist.get_world_size() == 1 else None
+    return Measured(times, [float(loss) for loss in losses], peak / 2**30, reserved / 2**30, in_a_row)
+
+
+def seconds_in_a_row(step: Callable[[], Tensor], steps: int) -> float:
+    """Return the seconds of a step among `steps` between two synchronizations. Collective."""
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    synchronize()
+    return (time.perf_counter() - start) / steps
 
 
 def pipeline_figures(program: Program, timeline: Timeline) -> dict[str, Any]:
@@ -283,6 +300,7 @@ def make_result(args: argparse.Namespace, measured: Measured, extra: Mapping[str
         "step_s": round(step_s, 4),
         "min_s": round(times[0], 4),
         "max_s": round(times[-1], 4),
+        "in_a_row_s": measured.in_a_row_s and round(measured.in_a_row_s, 5),
         "tok_s": round(tokens / step_s),
         "mfu": round(model_flops_utilization(size, tokens, step_s, world), 4),
         "peak_gib": from_all_ranks(measured.peak_gib),

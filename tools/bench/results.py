@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from roofline import exposed_communication, roofline_table
+from roofline import busy_seconds, exposed_communication, roofline_table
 
 Record = Mapping[str, Any]
 OWN = "parallel3d"
@@ -88,6 +88,8 @@ HEADERS = (
     "case",
     "s/step",
     "min-max",
+    "s/step in a row",
+    "in a row / own kernels",
     "tokens/s",
     "MFU",
     "bubble: measured / simulated",
@@ -102,7 +104,8 @@ HEADERS = (
 def make_table(records: Sequence[Record], baselines: Sequence[str] = ()) -> list[list[str]]:
     """Headers and a row of text for each record; columns in which no row has anything are left out.
 
-    peak GiB: of the rank that needs most, in the timed steps.
+    - s/step in a row: of steps that don't wait for each other.
+    - peak GiB: of the rank that needs most, in the timed steps.
     """
     rows = [_row(record, records, baselines) for record in records]
     used = [k for k in range(len(HEADERS)) if k == 0 or any(row[k] for row in rows)]
@@ -114,11 +117,13 @@ def _row(record: Record, records: Sequence[Record], baselines: Sequence[str]) ->
         return [record["case"], record["status"], *[""] * (len(HEADERS) - 2)]
     result, loss = record["result"], loss_of(record)
     baseline, gains = baseline_of(record, records, baselines), gains_over_1f1b(record, records)
-    peak = max(result["peak_gib"])
+    peak, in_a_row = max(result["peak_gib"]), result.get("in_a_row_s")
     return [
         record["case"],
         f"{result['step_s']:.3f}",
         f"{result['min_s']:.3f}-{result['max_s']:.3f}",
+        f"{in_a_row:.4f}" if in_a_row else "",
+        f"{in_a_row / busy_seconds(result['roofline']):.3f}" if in_a_row and "roofline" in result else "",
         f"{result['tok_s']:,}",
         f"{result['mfu']:.1%}" if result["mfu"] else "",
         f"{result['bubble']:.1%} / {result['simulated_bubble']:.1%}" if "bubble" in result else "",

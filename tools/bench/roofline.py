@@ -24,6 +24,11 @@ def exposed_communication(roofline: Roofline) -> tuple[float, float]:
     return exposed / 1e6, exposed / mean(roofline["step_ns"])
 
 
+def busy_seconds(roofline: Roofline) -> float:
+    """The time of a step in which a kernel or a copy runs, the mean over ranks."""
+    return (mean(roofline["step_ns"]) - mean(roofline["parts_ns"]["idle"])) / 1e9
+
+
 def ideal_ms(roofline: Roofline, rate: float) -> float:
     """The step if every rank did nothing but its mean share of the model's FLOPs, at `rate` a second."""
     return sum(mean(roofline[flops]) for flops in _FLOPS_OF.values()) / rate * 1e3

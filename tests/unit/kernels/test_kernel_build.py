@@ -121,6 +121,7 @@ def test_parts_are_laid_out_as_the_kernel_reads_them(built: Path) -> None:
 
 C_TYPES = {
     "int": ctypes.c_int,
+    "int*": ctypes.POINTER(ctypes.c_int),
     "float": ctypes.c_float,
     "int64_t": ctypes.c_int64,
     "uint32_t": ctypes.c_uint32,
