@@ -45,7 +45,7 @@ SIZES = (64 * KIB, 256 * KIB, 512 * KIB, MIB, 4 * MIB, 16 * MIB, 32 * MIB, 1024 
 DTYPES = ("bfloat16", "float32")
 # Calls between two events, of messages below LARGE and of others: what the host needs to begin counts.
 SHORT, LONG = 100, 10
-QUEUED = 20  # that a device has in its queue
+QUEUED = 8  # that a device has in its queue: of four devices, 20 calls of a product in parts fill it
 LARGE = 64 * MIB
 # Of a device that waits for its queue to fill.
 FIRST_SLEEP_S, LONGEST_SLEEP_S, CYCLES_PER_S = 0.02, 1.0, 2e9
