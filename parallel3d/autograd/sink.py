@@ -36,32 +36,35 @@ def _versions(gradient: Recipe) -> list[int]:
 
 
 class _Hooks:
-    """A sink's two hooks on a parameter. It refers to neither of them: Python's collector can't see a cycle through hooks."""
+    """A sink's two hooks on a parameter, which run in each micro-batch.
 
-    def __init__(self, sink: GradientSink, parameter: nn.Parameter):
-        self.sink = weakref.ref(sink)
-        self._parameter = weakref.ref(parameter)
+    It refers to neither of them, nor to the parameter's entry: Python's collector can't see a cycle through hooks.
+    """
+
+    def __init__(self, sink: GradientSink, parameter: nn.Parameter, entry: _Entry):
+        self.sink, self._parameter, self._entry = weakref.ref(sink), weakref.ref(parameter), weakref.ref(entry)
         self._came = False
 
     def before_accumulation(self, gradient: Tensor | None) -> None:
         """Run once per backward that reaches the parameter. gradient: None if none came through autograd."""
         self._came = gradient is not None
         sink, parameter = self.sink(), self._parameter()
-        if sink is not None and parameter is not None and sink._on_gradient is not None:
+        if sink is None or parameter is None:
+            return
+        if sink._on_gradient is not None:
             sink._on_gradient(parameter)
-        if parameter is not None and (torch.is_grad_enabled() or (sink is not None and sink._factor != 1.0)):
+        if sink._factor != 1.0 or torch.is_grad_enabled():
             # create_graph=True: autograd would leave a new tensor, the sum of the accumulator and the gradient. And a gradient
             # that is to be multiplied must come alone.
             parameter.grad = None
-        if not self._came and sink is not None and parameter is not None:
+        if gradient is None:
             sink._complete(parameter)
 
-    def after_accumulation(self, parameter: Tensor) -> None:
+    def after_accumulation(self, parameter: nn.Parameter) -> None:
         """Run after autograd has written `.grad`; in some versions of PyTorch, also if it had nothing to write."""
-        sink = self.sink()
-        if self._came and sink is not None:
-            assert isinstance(parameter, nn.Parameter)
-            sink._take_grad(parameter)
+        sink, entry = self.sink(), self._entry()
+        if self._came and sink is not None and entry is not None:
+            sink._take_grad(parameter, entry)
 
 
 def _hooks(parameter: nn.Parameter) -> list[Callable[..., Any]]:
@@ -94,7 +97,7 @@ class _Entry:
     name: str
     accumulator: Accumulator
     overwrites: bool
-    handles: list[RemovableHandle]
+    handles: Sequence[RemovableHandle] = ()
     holds_gradient: bool = False
     touched: bool = False
 
@@ -154,12 +157,12 @@ class GradientSink:
             if sink is not None:
                 sink.detach(parameter)
                 sink._lost += [named] if sink is not self else []
-        hooks = _Hooks(self, parameter)
-        handles = [
+        entry = self._ledger[parameter] = _Entry(named, accumulator, overwrites)
+        hooks = _Hooks(self, parameter, entry)
+        entry.handles = [
             parameter.register_hook(hooks.before_accumulation),
             parameter.register_post_accumulate_grad_hook(hooks.after_accumulation),
         ]
-        self._ledger[parameter] = _Entry(named, accumulator, overwrites, handles)
 
     def detach(self, parameter: nn.Parameter) -> None:
         """Leave the gradients of `parameter` to autograd again."""
@@ -247,7 +250,7 @@ class GradientSink:
 
     def _complete(self, parameter: nn.Parameter) -> None:
         """Note that the current backward has brought the whole gradient of a parameter, or found that there is none."""
-        group = self._group_of.get(parameter)
+        group = self._group_of.get(parameter) if self._group_of else None
         if group is None:
             return
         missing = self._missing.get(group)
@@ -281,9 +284,9 @@ class GradientSink:
             parameter: grad for parameter, entry, grad in held if grad is not None and grad is not entry.accumulator
         }
 
-    def _take_grad(self, parameter: nn.Parameter) -> None:
+    def _take_grad(self, parameter: nn.Parameter, entry: _Entry) -> None:
         """Add what autograd has left in the `.grad` of a parameter, unless that is the accumulator itself."""
-        entry, gradient = self._ledger[parameter], parameter.grad
+        gradient = parameter.grad
         entry.touched = True
         if gradient is not None:
             if self._on_value is not None:
