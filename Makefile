@@ -11,8 +11,8 @@ LAYOUT ?= pp2,dp2
 ARGS ?=
 FUZZ_SECONDS ?= 3600
 TORCH ?= 2.11.0
-# Hundreds of processes import the package, and those of readme PyTorch as it was unpacked: each would compile it anew where the
-# environment says not to keep that.
+# Hundreds of processes import the package, and those of readme a freshly installed PyTorch. Each would compile them again if the
+# environment forbids bytecode files.
 export PYTHONDONTWRITEBYTECODE =
 # Most modules that are installed are never imported; the others are compiled when they first are. PIP_NO_COMPILE=1 means the opposite.
 export PIP_COMPILE = 0
@@ -42,7 +42,7 @@ all-of-ci:
 train: $(PACKAGE)
 	$(BIN)/parallel3d --num_procs $(LAYOUT) examples/train_gpt.py --layout $(LAYOUT) $(ARGS)
 
-# Three at a time, as what runs on many processes waits most of the time; neighbours stay together, for what they share.
+# Four at a time, because tests on many processes mostly wait; neighbours stay together, for what they share.
 test: setup
 	$(BIN)/python -m pytest -n 4 --dist worksteal $(ARGS)
 

@@ -9,7 +9,9 @@ from typing import Any
 from parallel3d.command_line import Parser
 from parallel3d.planner.search.presets import PRESETS
 
-_CHECKPOINT = "directory of a checkpoint, or of several: then the one that `latest` names is used, or else the newest"
+_CHECKPOINT = (
+    "a checkpoint, or a directory of several, of which the one that `latest` names is used, or else the newest"
+)
 _DTYPES, _SAVED_DTYPES = ("float64", "float32", "bfloat16"), ("fp32", "bf16", "fp16")
 _COUNTS = {
     "tensor-parallel": "tensor-parallel ranks (default: tensor_parallel.size, or this host's GPUs)",
@@ -46,7 +48,7 @@ def _add_config(commands: Any) -> None:
         "batch arithmetic.",
     )
     parser.add_argument(
-        "file", nargs="?", help="configuration file: JSON with comments, Hjson or YAML; or base64 of JSON"
+        "file", nargs="?", help="configuration file (JSON with comments, Hjson or YAML), or base64 of JSON"
     )
     parser.add_number("--world", noun="a number of ranks", help="number of ranks")
     parser.add_number("--pp", noun="a number of stages", help="pipeline stages (default: pipeline.stages, or 1)")
@@ -98,15 +100,13 @@ def _add_ckpt(commands: Any) -> None:
     listing.add_argument("directory", type=Path)
     listing.set_defaults(run="ckpt:list_checkpoints")
 
-    verify = actions.add_parser(
-        "verify", help="compare everything with its checksums; the exit code is 1 if one differs"
-    )
+    verify = actions.add_parser("verify", help="verify all checksums; the exit code is 1 if one differs")
     verify.add_argument("checkpoint", type=Path, help=_CHECKPOINT)
     verify.set_defaults(run="ckpt:verify")
 
     importing = actions.add_parser(
         "import",
-        help="make a checkpoint of one that DeepSpeed or torch.distributed.checkpoint saved",
+        help="convert a checkpoint that DeepSpeed or torch.distributed.checkpoint saved",
         description="Write TARGET/<tag> and TARGET/latest, which load_checkpoint and resume read in any layout.",
     )
     importing.add_argument("source", type=Path, help="directory that was given to save_checkpoint, or one of its tags")
@@ -117,7 +117,7 @@ def _add_ckpt(commands: Any) -> None:
 
     export = actions.add_parser(
         "export",
-        help="write the weights in Hugging Face's form",
+        help="write the weights as a Hugging Face directory",
         description="Write a directory that from_pretrained accepts, for a model of parallel3d.models; for any other model, or "
         "with --plain, write safetensors under the model's own names. With --format dcp, write the weights and the optimizer's "
         "state for torch.distributed.checkpoint.load.",
@@ -127,7 +127,7 @@ def _add_ckpt(commands: Any) -> None:
     export.add_argument("--dtype", choices=_SAVED_DTYPES, help="dtype of floating-point tensors (default: as saved)")
     export.add_argument("--masters", action="store_true", help="write the fp32 master weights, if there are any")
     export.add_argument("--plain", action="store_true", help="use the model's own names")
-    export.add_argument("--format", choices=["safetensors", "dcp"], default="safetensors", help="of the files")
+    export.add_argument("--format", choices=["safetensors", "dcp"], default="safetensors", help="default: safetensors")
     export.set_defaults(run="ckpt:export")
 
     diff = actions.add_parser("diff", help="compare the tensors of two checkpoints; the exit code is 1 if they differ")
@@ -144,7 +144,7 @@ def _add_plan(commands: Any) -> None:
         "plan",
         help="find the best layout of a model on a cluster",
         description="Rank the layouts in which a model can be trained on a cluster, by the step time predicted from the "
-        "program that would run; no GPU is needed. Writes a configuration to run, where each rank goes, and a report.",
+        "program that would run; no GPU is needed. Writes a configuration, each rank's device, a start script and a report.",
     )
     parser.set_defaults(run="start_plan:run")
     option = parser.add_argument
@@ -164,7 +164,7 @@ def _add_plan(commands: Any) -> None:
     number("--seq", noun="a number of tokens", help="tokens of a sample (default: the most that the model takes)")
     option("--config", metavar="FILE", help="configuration of every layout: precision, optimizer, ...")
     number("--top", noun="a number of layouts", default=5, help="layouts to list (default: 5)")
-    reserve = "of each device's memory, which a layout must leave free (default: 5%%)"
+    reserve = "share of each device's memory that a layout must leave free (default: 5%%)"
     option("--reserve", type=_share, default=0.05, metavar="SHARE", help=reserve)
     option(
         "--auto",
@@ -191,11 +191,11 @@ def _add_plan(commands: Any) -> None:
 def _add_report(commands: Any) -> None:
     parser = commands.add_parser(
         "report",
-        help="make a page of a training",
-        description="Make one HTML page, which needs no network, of what a training with run_record.directory has written so "
-        "far: loss, throughput, memory by rank, the timeline of a step measured and planned, and failures.",
+        help="write a page about a training",
+        description="Write one HTML page, which needs no network, about a training with run_record.directory: loss, "
+        "throughput, memory by rank, the timeline of a step measured and planned, and failures.",
     )
-    parser.add_argument("run_directory", type=Path, metavar="RUN", help="the directory")
+    parser.add_argument("run_directory", type=Path, metavar="RUN", help="the run_record.directory of the training")
     parser.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: RUN/report.html)")
     parser.add_argument("--plan", type=Path, metavar="DIR", help="output of p3d plan, whose timeline is shown")
     parser.add_argument(
@@ -204,7 +204,7 @@ def _add_report(commands: Any) -> None:
         const=8000,
         type=int,
         metavar="PORT",
-        help="show the page live to browsers of this host instead, at its loopback address alone (default: 8000)",
+        help="serve the page live, to browsers on this host only (default: 8000)",
     )
     parser.set_defaults(run="report:run")
 
@@ -212,8 +212,8 @@ def _add_report(commands: Any) -> None:
 def _add_trace(commands: Any) -> None:
     parser = commands.add_parser(
         "trace",
-        help="make one trace for Perfetto of a run's",
-        description="Make one trace, which ui.perfetto.dev opens, of those that engine.profile has written on all ranks.",
+        help="merge the traces of all ranks into one",
+        description="Merge the traces that engine.profile wrote on all ranks into one, which ui.perfetto.dev opens.",
     )
     parser.add_argument("run_directory", type=Path, metavar="RUN", help="directory with trace-RANK.json.gz")
     parser.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: RUN/trace.json.gz)")
@@ -253,7 +253,7 @@ def _add_deepspeed(commands: Any) -> None:
     parser = commands.add_parser(
         "deepspeed",
         help="let libraries that import deepspeed use this package",
-        description="Put a distribution named deepspeed into this environment, or take it out again. Imports of deepspeed "
+        description="Install a distribution named deepspeed into this environment, or remove it. Imports of deepspeed "
         "then give this package's modules, for libraries such as transformers and accelerate. An installed DeepSpeed is never "
         "replaced.",
     )

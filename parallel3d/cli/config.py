@@ -20,8 +20,8 @@ from parallel3d.config.section import Section, Support, dumped, section_of, show
 from parallel3d.errors import ConfigError
 
 # Origins of values that are not given.
-DEFAULT, DERIVED, OF_MODULE = "default", "derived", "as PipelineModule says"
-_SO_ANYWAY = "is so anyway"
+DEFAULT, DERIVED, OF_MODULE = "default", "derived", "argument of PipelineModule"
+_ALREADY = "in effect already"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -131,17 +131,17 @@ def _values(section: Section, path: str, origins: Mapping[str, str], derived: Ma
 
 
 def _left_out(reading: Reading) -> list[Entry]:
-    """Return the keys that were left out, and then those that ask for what is done anyway."""
+    """Return the keys that were left out, and then those that are in effect already."""
     entries = [
-        Entry(path, value, _SO_ANYWAY if key.asks_nothing(value) else f"{key.support.value}: {key.reason}")
+        Entry(path, value, _ALREADY if key.asks_nothing(value) else f"{key.support.value}: {key.reason}")
         for path, (key, value) in reading.left_out.items()
     ]
-    return sorted(entries, key=lambda entry: entry.why == _SO_ANYWAY)
+    return sorted(entries, key=lambda entry: entry.why == _ALREADY)
 
 
 def show(explanation: Explanation) -> None:
     """Print an explanation as tables, and the batch arithmetic."""
-    tables = (("In force", "from", explanation.values), ("Left out, or as it is anyway", "why", explanation.left_out))
+    tables = (("In force", "from", explanation.values), ("Left out, or in effect already", "why", explanation.left_out))
     for title, why, values in tables:
         columns = (Column(name, overflow="fold") for name in ("key", "value", why))
         table = Table(*columns, title=title, title_justify="left")

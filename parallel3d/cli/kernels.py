@@ -22,6 +22,7 @@ from parallel3d.kernels.cuda_library import build, find_library, find_nvcc, open
 from parallel3d.kernels.workspace import check_kernels, check_ranks
 from parallel3d.monitor.uncompiled import describe_uncompiled
 
+_SECTIONS = ("kernels", "pipeline", "run_record", "tensor_parallel", "zero_optimization")
 _WIDTH = 140  # width of the table without a terminal
 
 
@@ -50,7 +51,7 @@ def build_kernels(options: argparse.Namespace) -> int:
 
 def diagnose(options: argparse.Namespace) -> int:
     """Run `p3d doctor`; return 1 if a kernel that the configuration turns on can't run."""
-    config = load_sections(options.config, "kernels", "pipeline", "run_record", "tensor_parallel")
+    config = load_sections(options.config, *_SECTIONS)
     devices = max(1, torch.cuda.device_count())
     tensor_ranks = options.tensor_parallel or config.tensor_parallel.size or devices
     stages = options.stages or config.pipeline.stages or devices
@@ -75,7 +76,7 @@ def examine(config: Config, tensor_ranks: int, replicas: int, stages: int) -> li
     kernels, tensor = config.kernels, config.tensor_parallel
     library, triton = check_kernels(), check_device()
     if triton is None and find_spec("triton") is None:
-        triton = Unavailable("Triton is not installed", "pip install triton, as PyTorch for CUDA brings it along")
+        triton = Unavailable("Triton is not installed", "pip install triton, which PyTorch for CUDA comes with")
 
     def finding(kernel: str, fallback: str, asked: bool, *reasons: Unavailable | None) -> Finding:
         return Finding(kernel, fallback, asked, [reason for reason in reasons if reason is not None])
@@ -86,7 +87,7 @@ def examine(config: Config, tensor_ranks: int, replicas: int, stages: int) -> li
         return finding(f"{kernel} (CUDA)", fallback, asked, off, library, *reasons)
 
     def copies(kind: str, noun: str, ranks: int, asked: bool, off: Unavailable | None) -> Finding:
-        alone = Unavailable(f"there is 1 of the {noun}", f"copies need at least 2 {noun}") if ranks == 1 else None
+        alone = Unavailable(f"the number of {noun} is 1", f"copies need at least 2 {noun}") if ranks == 1 else None
         queues = check_copies(unset_queues=32)  # init_distributed sets 32 if the variable is unset
         group = _check_group(ranks, noun, check_hosts)
         return finding(f"{kind} (copies)", "NCCL", asked, off, alone, queues, *group)

@@ -59,7 +59,7 @@ Partition = Annotated[
 
 
 class PipelineConfig(Section, keys="pipeline"):
-    """Split of the layers into stages, and the schedule; None: as PipelineModule says."""
+    """Split of the layers into stages, and the schedule; None: by the arguments of PipelineModule."""
 
     unset_by_auto = frozenset({"stages"})
 

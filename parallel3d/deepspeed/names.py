@@ -40,9 +40,7 @@ torch_info = {
 
 _NO_EXPERTS = "experts are not distributed; use a model whose experts are plain modules, such as Mixtral"
 _NO_WRAPPER = "engine.optimizer is torch's own; utils.safe_get_full_optimizer_state reads the state that is sharded"
-_NO_ENGINE = (
-    "engines train, and evaluate by engine.eval_batch or engine(...); generate with the module that save_hf writes"
-)
+_NO_ENGINE = "an engine trains, evaluates by engine.eval_batch or engine(...), and generates by engine.generate"
 _NO_GLOBALS = "process groups belong to an engine; engine.mpu has them, such as engine.mpu.get_data_parallel_group()"
 _NO_SEQUENCES = "attention is not sharded along the sequence; tensor_parallel.sequence_parallel shards the norms"
 _NO_FILES = "checkpoints are safetensors files; read them by `p3d ckpt`, or by engine.load_checkpoint"

@@ -43,7 +43,7 @@ def test_every_value_in_force_has_its_origin():
         "data_types.grad_accum_dtype": ("bf16", "given"),
         "communication_data_type": ("bf16", "derived"),
         "pipeline.stages": (2, "derived"),
-        "pipeline.partition": (None, "as PipelineModule says"),
+        "pipeline.partition": (None, "argument of PipelineModule"),
         "seed": (1234, "default"),
     }
     assert expected.items() <= found.items()
@@ -74,7 +74,7 @@ def test_all_that_is_left_out_is_there_with_its_reason():
     assert whys["zero_optimization.cpu_offload_use_pin_memory"].startswith(
         "without effect: offload_optimizer.pin_memory"
     )
-    assert whys["zero_optimization.overlap_comm"] == "is so anyway"
+    assert whys["zero_optimization.overlap_comm"] == "in effect already"
 
 
 @pytest.mark.parametrize(

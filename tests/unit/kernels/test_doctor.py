@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -145,23 +145,26 @@ def test_nccls_switch_turns_off_all_that_reaches_the_memory_of_peers(
 
 def test_one_stage_sends_nothing(host: Host) -> None:
     host(gpus=1)
-    assert told(1, load({}), STAGES, stages=1) == ["there is 1 of the stages | copies need at least 2 stages"]
+    assert told(1, load({}), STAGES, stages=1) == ["the number of stages is 1 | copies need at least 2 stages"]
 
 
-def test_the_pipeline_of_a_configuration_file_is_heeded(
+def test_the_pipeline_and_the_zero_stage_of_a_configuration_file_are_used(
     host: Host, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "config.json"
 
-    def doctor(gpus: int, **pipeline: object) -> tuple[int, str]:
+    def doctor(gpus: int, zero: Mapping[str, object] = {}, **pipeline: object) -> tuple[int, str]:
         host(gpus=gpus)
-        path.write_text(json.dumps({"pipeline": pipeline, "optimizer": "auto"}))
+        path.write_text(json.dumps({"pipeline": pipeline, "optimizer": "auto", "zero_optimization": zero}))
         return main(["doctor", "--config", str(path)]), capsys.readouterr().out
 
     code, text = doctor(2, stages=4)
     assert code == 0
     assert "the 4 stages are on 2" in text
     assert "set pipeline.peer_copies to true" in doctor(4, stages=4, peer_copies=False)[1]
+    off = "set it to true, if steps become shorter"
+    assert off in doctor(4, {"stage": 3})[1]
+    assert off not in doctor(4, {"stage": 3, "peer_copies": True})[1]
 
 
 def test_the_optimizers_step_needs_no_peers(host: Host) -> None:
