@@ -134,7 +134,7 @@ def _whole(
     groups: list[list[Json]] = []
     named: set[str] = set()
     for begin in range(0, len(ranks), tp):
-        slices = []
+        of_ranks = []
         for t, (models, optims) in enumerate(ranks[begin : begin + tp]):
             copies |= models[0]["shared_params"] or {}
             weights: dict[str, Tensor] = dict(models[0]["module"] or {})
@@ -145,10 +145,10 @@ def _whole(
                 weights |= {_parameter(name): found.pop(name) for name in list(found) if name.startswith(MODEL)}
             else:
                 found, own = _replicated(models[0], weights, named, copies, weights_only)
-            slices.append(found | {MODEL + name: weight for name, weight in weights.items() if name not in copies})
+            of_ranks.append(found | {MODEL + name: weight for name, weight in weights.items() if name not in copies})
         groups.append(own)
         info = first.get("universal_checkpoint_info")
-        for name, tensor in (slices[0] if tp == 1 else _merged(slices, info, models[0]["buffer_names"])).items():
+        for name, tensor in (of_ranks[0] if tp == 1 else _merged(of_ranks, info, models[0]["buffer_names"])).items():
             known = tensors.setdefault(name, tensor)
             if known is not tensor and not torch.equal(known, tensor):
                 raise CheckpointError(f"holds different values of {name} on two pipeline stages, which can't be joined")
@@ -331,16 +331,16 @@ def _flat(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
-def _merged(slices: Sequence[Mapping[str, Tensor]], info: Json | None, buffers: Container[str]) -> dict[str, Tensor]:
+def _merged(of_ranks: Sequence[Mapping[str, Tensor]], info: Json | None, buffers: Container[str]) -> dict[str, Tensor]:
     """Return whole tensors from those of the tensor-parallel ranks. info: which names are sharded how."""
     if info is None:
         raise CheckpointError(
-            f"is sharded over {len(slices)} tensor-parallel ranks, and no universal_checkpoint_info tells along which dims; "
+            f"is sharded over {len(of_ranks)} tensor-parallel ranks, and no universal_checkpoint_info tells along which dims; "
             "save it with this key in client_state, as AutoTP and Megatron-DeepSpeed do"
         )
     merged = {}
-    for name in slices[0]:
-        parts, parameter = [own[name] for own in slices], _parameter(name)
+    for name in of_ranks[0]:
+        parts, parameter = [own[name] for own in of_ranks], _parameter(name)
         is_whole = parameter in buffers or not parts[0].dim()
         merged[name] = parts[0] if is_whole else _joined(parameter, parts, info)
     return merged

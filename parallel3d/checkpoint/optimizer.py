@@ -26,7 +26,7 @@ _SCHEDULED = ("lr", "betas", "momentum")
 
 def describe_groups(optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket]) -> list[dict[str, Any]]:
     """Return the parameter groups as JSON: the names of their parameters, and their settings."""
-    names = {shard.master: shard.info.name for bucket in buckets for shard in bucket.pieces}
+    names = {shard.master: shard.info.name for bucket in buckets for shard in bucket.shards}
     described = []
     for place, group in enumerate(optimizer.param_groups):
         tensors: dict[str, Tensor] = {}
@@ -76,14 +76,14 @@ class OptimizerTarget:
                 f"{reader.directory} holds the state of optimizer {saved}, and this engine has {mine}; use {saved}, or "
                 "load the weights without it: load_optimizer_states=False, or load_module_only=True"
             )
-        pieces = [(bucket, shard) for bucket in buckets for shard in bucket.pieces]
-        shards = {shard.master: shard for _, shard in pieces}
+        pairs = [(bucket, shard) for bucket in buckets for shard in bucket.shards]
+        shards = {shard.master: shard for _, shard in pairs}
         self._groups = [self._restored(place, group, shards) for place, group in enumerate(optimizer.param_groups)]
         keys = dict.fromkeys(name.split("/", 2)[1] for name in reader.tensors if name.startswith(OPTIMIZER))
         trained = {name for group in self._saved["groups"] for name in group["names"]}
         held = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
         # Masters in the order in which a step makes their state: bucket by bucket where that is offloaded.
-        self._order = list(shards) if any(bucket.is_offloaded for bucket, _ in pieces) else list(held)
+        self._order = list(shards) if any(bucket.is_offloaded for bucket, _ in pairs) else list(held)
         self._state: dict[Tensor, dict[str, Any]] = {}
         for master, shard in shards.items():
             name, stored = shard.info.name, reader.tensors.get(MODEL + shard.info.name)

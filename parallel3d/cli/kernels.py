@@ -92,13 +92,13 @@ def examine(config: Config, tensor_ranks: int, replicas: int, stages: int) -> li
         group = _check_group(ranks, noun, check_hosts)
         return finding(f"{kind} (copies)", "NCCL", asked, off, alone, queues, *group)
 
-    sliced, shared = "tensor-parallel ranks", tensor.copies_shards
+    noun, shared = "tensor-parallel ranks", tensor.copies_shards
     gathered = config.zero_optimization.stage == 3 and config.zero_optimization.peer_copies
     return [
         copies("send/receive of stages", "stages", stages, False, None if config.pipeline.peer_copies else _OFF_STAGES),
-        copies("send/receive of shards", sliced, tensor_ranks, shared, None if shared else _OFF_SHARDS),
+        copies("send/receive of shards", noun, tensor_ranks, shared, None if shared else _OFF_SHARDS),
         copies("gathers of weights", "replicas", replicas, gathered, None if gathered else _OFF_WEIGHTS),
-        cuda("all_reduce", "NCCL", *_check_group(tensor_ranks, sliced, check_ranks)),
+        cuda("all_reduce", "NCCL", *_check_group(tensor_ranks, noun, check_ranks)),
         cuda("reduce_scatter", "NCCL", *_check_group(replicas, "replicas", check_ranks)),
         cuda("optimizer_step", "PyTorch"),
         finding("swiglu (Triton)", "PyTorch", False, triton),

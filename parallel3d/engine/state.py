@@ -288,7 +288,7 @@ class _CheckpointLoader:
         wanted, reader, left_out = self.wanted, self.reader, set(self.reader.manifest.state["left_out"])
         wanted.known.update(MODEL + name for name in tied_copies(self._model))  # other programs store them, too
         for bucket in self._update.reducer.all_buckets():
-            for shard in bucket.pieces:
+            for shard in bucket.shards:
                 weight, master = MODEL + shard.info.name, MASTER + shard.info.name
                 wanted.known.add(weight)
                 wanted.add(reader, shard_parts(master if master in reader.tensors else weight, shard, shard.master))
@@ -315,7 +315,7 @@ def _parts_of_engine(model: PipelineModule, update: WeightUpdate, exclude_frozen
     parts: list[Part] = []
     numbers: dict[str, dict[str, Any]] = {}
     for bucket in buckets:
-        for shard in bucket.pieces:
+        for shard in bucket.shards:
             name = shard.info.name
             parts += shard_parts(MODEL + name, shard, bucket.weights_of(shard))
             if bucket.weight_dtype != bucket.master_dtype:  # else masters have the weights' values

@@ -197,7 +197,7 @@ class WeightUpdate:
             groups.rank,
             groups.data,
             model.replica_groups,
-            is_first_slice=groups.coordinate("model") == 0,
+            is_first_tensor_rank=groups.coordinate("model") == 0,
             on_launch=self._on_launch,
             on_value=on_value,
             on_gradient=on_gradient,

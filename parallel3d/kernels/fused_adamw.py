@@ -39,7 +39,7 @@ MAX_GROUPS = 32  # parameter groups; as in csrc/adamw.cuh
 
 @dataclass
 class _Laid:
-    """Table of the parts of a bucket that are stepped, one for each piece.
+    """Table of the parts of a bucket that are stepped, one for each shard.
 
     - rows: for each part the numbers of csrc/adamw.cuh's Part: addresses of the master, the gradient, its averages and the
       number of the step; its size, its place in the bucket's weights, the vectors of all parts up to it, its parameter group.
@@ -55,7 +55,7 @@ class _Laid:
 
 
 class FusedAdamW:
-    """Steps the pieces of buckets as torch's fused Adam or AdamW would, and keeps the optimizer's state in torch's form.
+    """Steps the shards of buckets as torch's fused Adam or AdamW would, and keeps the optimizer's state in torch's form.
 
     - workspace: memory of the weights that are written on every replica; None to write only this rank's.
     - shared: bucket -> addresses of its weights on every replica.
@@ -89,13 +89,13 @@ class FusedAdamW:
 
     def clears(self, bucket: Bucket) -> bool:
         """Return whether a step zeroes the gradient shard: it has its own memory, and the optimizer updates all of it."""
-        return bucket.gradients is None and all(piece.master in self._group_of for piece in bucket.pieces)
+        return bucket.gradients is None and all(shard.master in self._group_of for shard in bucket.shards)
 
     @torch.no_grad()
     def step(
         self, buckets: Sequence[Bucket], untouched: Set[nn.Parameter], divisor: Tensor | None, skip: Tensor | None
     ) -> None:
-        """Update the optimizer's pieces except those of `untouched` parameters; zero the gradients for which `clears` is true.
+        """Update the optimizer's shards except those of `untouched` parameters; zero the gradients for which `clears` is true.
 
         divisor: divides the gradients; skip: bool, whether to do nothing; scalars on the device. Raises CommunicationError
         after a replica was late, ConfigError if the optimizer's settings are no longer supported.
@@ -142,14 +142,14 @@ class FusedAdamW:
     def _lay_out(self, bucket: Bucket, untouched: Set[nn.Parameter]) -> _Laid:
         """Return the table of the parts to step; it is made again if a tensor has moved, as when a checkpoint is loaded."""
         rows, steps, end = [], [], 0
-        for piece in bucket.pieces:
-            master = piece.master
-            if master not in self._group_of or piece.info.parameter in untouched:
+        for shard in bucket.shards:
+            master = shard.master
+            if master not in self._group_of or shard.info.parameter in untouched:
                 continue
             state = self._state_of(master)
-            tensors = (master, piece.gradient, state["exp_avg"], state["exp_avg_sq"], state["step"])
+            tensors = (master, shard.gradient, state["exp_avg"], state["exp_avg_sq"], state["step"])
             end += -(-master.numel() * bucket.weight_dtype.itemsize // VECTOR_BYTES)
-            rows.append([*(t.data_ptr() for t in tensors), master.numel(), piece.place, end, self._group_of[master]])
+            rows.append([*(t.data_ptr() for t in tensors), master.numel(), shard.place, end, self._group_of[master]])
             steps.append(state["step"])
         laid = self._laid.get(bucket)
         if laid is None or laid.rows != rows:

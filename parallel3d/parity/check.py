@@ -248,7 +248,7 @@ def held_parts(engine: Engine, gradients: bool) -> list[Part]:
     """Return what this rank updates of each parameter: gradients of the mean loss, before the step, or master weights."""
     parts: list[Part] = []
     engine.update.sharded.settle()
-    for shard in (shard for bucket in engine.update.reducer.all_buckets() for shard in bucket.pieces):
+    for shard in (shard for bucket in engine.update.reducer.all_buckets() for shard in bucket.shards):
         values = shard.master.detach()
         if gradients:
             # A parameter that the loss doesn't reach has an accumulator of zeros.

@@ -59,7 +59,7 @@ class Span:
     """Consecutive elements of a rank's shard of a bucket that the optimizer updates in one call: `part` of the shard."""
 
     part: slice
-    pieces: tuple[ParameterShard, ...]
+    shards: tuple[ParameterShard, ...]
 
 
 class Bucket:
@@ -103,9 +103,9 @@ class Bucket:
         self.is_cleared = self.is_divided = False
         offload = layout.policy.offload if layout.is_offloaded else None
         self.spans = self._cut_spans(offload.window if offload is not None else layout.shard_numel)
-        self.pieces = [piece for span in self.spans for piece in span.pieces]
+        self.shards = [shard for span in self.spans for shard in span.shards]
         # How often each parameter has been written to: our own writes go into the flat buffer and don't count.
-        self._versions = {piece: piece.info.parameter._version for piece in self.pieces}
+        self._versions = {shard: shard.info.parameter._version for shard in self.shards}
 
     def mark_gradients(self, is_cleared: bool = False, is_divided: bool = False) -> None:
         """Note what was done with gradient_shard where it is: it is zero, so that nobody has to clear it again, or divided."""
@@ -171,27 +171,27 @@ class Bucket:
             return [Span(slice(0, self.numel), tuple(ParameterShard(i, i.parameter, g, 0, at) for i, g, at in infos))]
         length = self.shard.stop - self.shard.start
         if self.copies_gradients and not self.is_offloaded:
-            return list(self._whole_pieces(slice(0, length)))
+            return list(self._whole_shards(slice(0, length)))
         parts = [slice(start, min(start + longest, length)) for start in range(0, length, max(longest, 1))]
-        return [Span(part, tuple(self._cut_pieces(part))) for part in parts]
+        return [Span(part, tuple(self._cut_shards(part))) for part in parts]
 
-    def _whole_pieces(self, part: slice) -> Iterator[Span]:
-        """Yield spans of whole pieces, each of one piece or of at most COPIED_NUMEL / 4 elements."""
-        pieces: list[ParameterShard] = []
-        for piece in self._cut_pieces(part):
-            if pieces and piece.place + piece.master.numel() - pieces[0].place > COPIED_NUMEL // 4:
-                yield self._span_of(pieces)
-                pieces = []
-            pieces.append(piece)
-        if pieces:
-            yield self._span_of(pieces)
+    def _whole_shards(self, part: slice) -> Iterator[Span]:
+        """Yield spans of whole shards, each of one shard or of at most COPIED_NUMEL / 4 elements."""
+        shards: list[ParameterShard] = []
+        for shard in self._cut_shards(part):
+            if shards and shard.place + shard.master.numel() - shards[0].place > COPIED_NUMEL // 4:
+                yield self._span_of(shards)
+                shards = []
+            shards.append(shard)
+        if shards:
+            yield self._span_of(shards)
 
-    def _span_of(self, pieces: Sequence[ParameterShard]) -> Span:
-        start, end = pieces[0].place - self.shard.start, pieces[-1].place + pieces[-1].master.numel() - self.shard.start
-        return Span(slice(start, end), tuple(pieces))
+    def _span_of(self, shards: Sequence[ParameterShard]) -> Span:
+        start, end = shards[0].place - self.shard.start, shards[-1].place + shards[-1].master.numel() - self.shard.start
+        return Span(slice(start, end), tuple(shards))
 
-    def _cut_pieces(self, part: slice) -> Iterator[ParameterShard]:
-        """Yield the parts of parameters that lie in a part of the shard."""
+    def _cut_shards(self, part: slice) -> Iterator[ParameterShard]:
+        """Yield the shards of parameters in a part of the bucket's shard."""
         assert self.master is not None
         first = self.shard.start + part.start
         for k, info in enumerate(self.infos):
@@ -223,15 +223,15 @@ class Bucket:
         if factor is not None:
             flat.mul_(factor)
             self.is_divided = gradients is None and not self.copies_gradients
-        for piece in span.pieces:
-            piece.master.grad = None  # it is the accumulator if the parameter is its own master
-            if piece.info.parameter not in untouched:
-                piece.master.grad = self.part_of(piece, flat, span.part.start)
+        for shard in span.shards:
+            shard.master.grad = None  # it is the accumulator if the parameter is its own master
+            if shard.info.parameter not in untouched:
+                shard.master.grad = self.part_of(shard, flat, span.part.start)
 
-    def part_of(self, piece: ParameterShard, flat: Tensor, start: int = 0) -> Tensor:
-        """Return a piece's part of a flat tensor, in the master's shape. start: where the tensor begins in the shard."""
-        place = piece.place - self.shard.start - start
-        return flat[place : place + piece.master.numel()].view(piece.master.shape)
+    def part_of(self, shard: ParameterShard, flat: Tensor, start: int = 0) -> Tensor:
+        """Return a shard in a flat tensor, in its master's shape. start: where the tensor begins in the bucket's shard."""
+        place = shard.place - self.shard.start - start
+        return flat[place : place + shard.master.numel()].view(shard.master.shape)
 
     @torch.no_grad()
     def follow_weights(self, settle: Callable[[], None]) -> None:
@@ -243,14 +243,14 @@ class Bucket:
         """
         if not self.has_own_master:
             return
-        for piece in self.pieces:
-            version = piece.info.parameter._version
-            if self._versions[piece] != version:
-                self._versions[piece] = version
+        for shard in self.shards:
+            version = shard.info.parameter._version
+            if self._versions[shard] != version:
+                self._versions[shard] = version
                 settle()
-                weights = self.weights_of(piece).to(piece.master.device)
-                is_old = weights == piece.master.to(weights.dtype)
-                piece.master.copy_(torch.where(is_old, piece.master, weights.to(piece.master.dtype)))
+                weights = self.weights_of(shard).to(shard.master.device)
+                is_old = weights == shard.master.to(weights.dtype)
+                shard.master.copy_(torch.where(is_old, shard.master, weights.to(shard.master.dtype)))
 
     @torch.no_grad()
     def move_weights(self, memory: Tensor) -> None:
@@ -271,12 +271,12 @@ class Bucket:
         for k, parameter in enumerate(self.parameters):
             parameter.data = self.view(weights, k)
 
-    def weights_of(self, piece: ParameterShard) -> Tensor:
+    def weights_of(self, shard: ParameterShard) -> Tensor:
         """Return the weights that the layers compute with, in the master's shape; the master itself if they are the same."""
         if not self.has_own_master:
-            return piece.master.detach()
+            return shard.master.detach()
         assert self.own_weights is not None
-        return self.part_of(piece, self.own_weights)
+        return self.part_of(shard, self.own_weights)
 
     def weights_address(self) -> int:
         """Return the address that the flat weights have, or would have around this rank's shard of them."""

@@ -129,8 +129,8 @@ class OffloadedState:
         self._buckets.remove(bucket)
         flats = {name: flat.to(self._device, copy=True) for name, flat in self._flats.pop(bucket).items()}
         for span in bucket.spans:
-            for piece in span.pieces:
-                self._point(piece, bucket, flats, 0)
+            for shard in span.shards:
+                self._point(shard, bucket, flats, 0)
             self._place_numbers(span, self._device)
         bucket.keep_on_device(flats.get(_MASTER))
 
@@ -239,8 +239,8 @@ class OffloadedState:
     def _update(self, visit: _Visit, untouched: Set[nn.Parameter], factor: Tensor | None) -> None:
         """Update a span whose state is in a buffer, and start to copy it back."""
         bucket, span, flats = visit.bucket, visit.span, self._flats[visit.bucket]
-        for piece in span.pieces:
-            self._point(piece, bucket, visit.rooms, span.part.start)
+        for shard in span.shards:
+            self._point(shard, bucket, visit.rooms, span.part.start)
         try:
             bucket.assign_gradients(span, untouched, factor)
             self._optimize(span, self._device)
@@ -248,8 +248,8 @@ class OffloadedState:
                 bucket.write_back(span.part, visit.rooms[_MASTER])
             self._adopt(bucket, span, visit)
         finally:  # the buffer is not theirs for longer, also after an error
-            for piece in span.pieces:
-                self._point(piece, bucket, flats, 0)
+            for shard in span.shards:
+                self._point(shard, bucket, flats, 0)
         done = self._transfers.now(self._device)
         for name, room in visit.rooms.items():
             target = flats[name][span.part]
@@ -307,30 +307,30 @@ class OffloadedState:
     def _optimize(self, span: Span, device: torch.device) -> None:
         """Run the optimizer on a span's masters alone, which are on this device, and drop their gradients."""
         for k, group in enumerate(self._optimizer.param_groups):
-            group["params"] = [piece.master for piece in span.pieces if self._group_of.get(piece.master) == k]
+            group["params"] = [shard.master for shard in span.shards if self._group_of.get(shard.master) == k]
         self._place_numbers(span, device)
         try:
             self._optimizer.step()
         finally:
-            for piece in span.pieces:
-                piece.master.grad = None
+            for shard in span.shards:
+                shard.master.grad = None
 
     def _place_numbers(self, span: Span, device: torch.device) -> None:
         """Move scalars of the state, such as the step's number, to where a kernel reads them."""
-        for piece in span.pieces:
-            group = self._optimizer.param_groups[self._group_of[piece.master]] if piece.master in self._group_of else {}
+        for shard in span.shards:
+            group = self._optimizer.param_groups[self._group_of[shard.master]] if shard.master in self._group_of else {}
             if group.get("fused") or group.get("capturable"):
-                state = self._optimizer.state.get(piece.master, {})
+                state = self._optimizer.state.get(shard.master, {})
                 state.update({k: v.to(device) for k, v in state.items() if isinstance(v, Tensor) and not v.dim()})
 
-    def _point(self, piece: ParameterShard, bucket: Bucket, flats: dict[str, Tensor], start: int) -> None:
-        """Make a piece's master, and what state the optimizer has of it, parts of these flat tensors."""
-        state = self._optimizer.state.get(piece.master, {})
+    def _point(self, shard: ParameterShard, bucket: Bucket, flats: dict[str, Tensor], start: int) -> None:
+        """Make a shard's master, and what state the optimizer has of it, parts of these flat tensors."""
+        state = self._optimizer.state.get(shard.master, {})
         for name, flat in flats.items():
             if name == _MASTER:
-                piece.master.data = bucket.part_of(piece, flat, start)
+                shard.master.data = bucket.part_of(shard, flat, start)
             elif name in state:
-                state[name] = bucket.part_of(piece, flat, start)
+                state[name] = bucket.part_of(shard, flat, start)
 
     def _adopt_all(self) -> None:
         for bucket in self._buckets:
@@ -343,9 +343,9 @@ class OffloadedState:
         visit: in whose buffer the span is; None if it is on the host.
         """
         flats = self._flats[bucket]
-        for piece in span.pieces:
-            for name, value in self._optimizer.state.get(piece.master, {}).items():
-                if not isinstance(value, Tensor) or not is_elementwise_state(name, value.shape, piece.master.shape):
+        for shard in span.shards:
+            for name, value in self._optimizer.state.get(shard.master, {}).items():
+                if not isinstance(value, Tensor) or not is_elementwise_state(name, value.shape, shard.master.shape):
                     continue
                 if name not in flats:
                     numel = bucket.gradient_shard.numel()
@@ -354,11 +354,11 @@ class OffloadedState:
                 if visit is not None:
                     room = visit.buffer.room(name, flat[span.part], self._on_device)
                     flat, start = visit.rooms.setdefault(name, room), span.part.start
-                place = bucket.part_of(piece, flat, start)
+                place = bucket.part_of(shard, flat, start)
                 if value.data_ptr() != place.data_ptr():
                     if visit is None:
                         self.settle()
-                    self._optimizer.state[piece.master][name] = place.copy_(value)
+                    self._optimizer.state[shard.master][name] = place.copy_(value)
 
 
 def _bytes_in(window: Sequence[_Buffer]) -> int:

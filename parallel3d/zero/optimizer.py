@@ -1,4 +1,4 @@
-"""The optimizer on shards: each rank updates its pieces, and all gather the weights while the next forward starts."""
+"""The optimizer on shards: each rank updates its own, and all gather the weights while the next forward starts."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _SCALING = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
 
 class ShardedOptimizer:
-    """Makes a torch optimizer update this rank's pieces instead of the parameters it was made for.
+    """Makes a torch optimizer update this rank's shards instead of the parameters it was made for.
 
-    Its parameter groups keep their settings, and a parameter's pieces stay in its group; so learning-rate schedules and
+    Its parameter groups keep their settings, and a parameter's shards stay in its group; so learning-rate schedules and
     the user's handles go on working, and groups can be added. on_gather: called with the owners and the index of each bucket
     whose gather has been launched, and its Work. Raises ConfigError for an optimizer that would compute something else on
     shards, unless allow_untested, and for parameters that aren't the model's. partitions: whether the optimizer must be fit for
-    shards, though a single rank may hold whole tensors, or the parameters are tensor slices.
+    shards, though a single rank may hold whole tensors, or parameters are sharded over tensor-parallel ranks.
 
     open_kernel: called when the optimizer holds the masters; returns the kernel that steps these buckets, or None.
     storage: where the state of the buckets that are offloaded is kept. offloaded: that state; None if there is none.
@@ -68,8 +68,8 @@ class ShardedOptimizer:
         check_optimizer(optimizer, cuts, allow_untested)
         self._masters: dict[nn.Parameter, list[nn.Parameter]] = {p: [] for p in model_parameters}
         for bucket in self.buckets:
-            for piece in bucket.pieces:
-                self._masters[piece.info.parameter].append(piece.master)
+            for shard in bucket.shards:
+                self._masters[shard.info.parameter].append(shard.master)
             _move_state(optimizer, bucket)
         for group in optimizer.param_groups:
             group["params"] = self._masters_of(group["params"])
@@ -89,7 +89,7 @@ class ShardedOptimizer:
         self._bucket_of = {info.parameter: bucket for bucket in self.buckets for info in bucket.infos}
 
     def _masters_of(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return this rank's pieces of some of the model's parameters. Raises ConfigError for others."""
+        """Return this rank's shards of some of the model's parameters. Raises ConfigError for others."""
         found: list[nn.Parameter] = []
         for parameter in parameters:
             if parameter not in self._masters:
@@ -109,7 +109,7 @@ class ShardedOptimizer:
 
     def state_bytes(self) -> StateBytes:
         """Return the bytes of the optimizer's state on this rank now, and of masters and weights on the host."""
-        offloaded = {piece.master for bucket in self.buckets if bucket.is_offloaded for piece in bucket.pieces}
+        offloaded = {shard.master for bucket in self.buckets if bucket.is_offloaded for shard in bucket.shards}
         states = (state.values() for master, state in self.optimizer.state.items() if master not in offloaded)
         held = bytes_of(t for values in states for t in values if isinstance(t, Tensor))
         total = StateBytes(optimizer=held)
@@ -128,7 +128,7 @@ class ShardedOptimizer:
         return fused and isinstance(self.optimizer, _SCALING) and hasattr(self.optimizer, "_step_supports_amp_scaling")
 
     def step(self, untouched: Set[nn.Parameter], divisor: Tensor | None = None, overflow: Tensor | None = None) -> None:
-        """Update the pieces; then their weights must be gathered. Parameters in `untouched` got no gradient and stay the same.
+        """Update the shards; then their weights must be gathered. Parameters in `untouched` got no gradient and stay the same.
 
         divisor: divides the gradients, or None; overflow: whether to do nothing, if `takes_scale`; scalars on the device.
         """
@@ -182,18 +182,18 @@ class ShardedOptimizer:
                 self._update(assigned)
                 copied = 0
             bucket.assign_gradients(span, untouched, factor)
-            assigned += span.pieces
+            assigned += span.shards
             copied += numel
         self._update(assigned)
         for bucket in buckets:
             bucket.write_back()
 
-    def _update(self, pieces: list[ParameterShard]) -> None:
-        """Run the optimizer, which skips masters without a gradient; clear the list and the pieces' gradients."""
+    def _update(self, shards: list[ParameterShard]) -> None:
+        """Run the optimizer, which skips masters without a gradient; clear the list and the shards' gradients."""
         self.optimizer.step()
-        for piece in pieces:
-            piece.master.grad = None  # it may be a copy in the masters' dtype
-        pieces.clear()
+        for shard in shards:
+            shard.master.grad = None  # it may be a copy in the masters' dtype
+        shards.clear()
 
     def settle(self) -> None:
         """Return when the host may read and write offloaded state, and weights on the host."""
@@ -246,12 +246,12 @@ class ShardedOptimizer:
 
 
 def _move_state(optimizer: torch.optim.Optimizer, bucket: Bucket) -> None:
-    """Cut the state that the optimizer has already, as Adagrad does from the start, into the state of the pieces."""
-    for piece in bucket.pieces:
-        parameter, master = piece.info.parameter, piece.master
+    """Cut the state that the optimizer has already, as Adagrad does from the start, into the state of the shards."""
+    for shard in bucket.shards:
+        parameter, master = shard.info.parameter, shard.master
         if master is not parameter and parameter in optimizer.state:
             whole = optimizer.state[parameter].items()
-            optimizer.state[master] = {k: _state_of(k, value, parameter, master, piece.start) for k, value in whole}
+            optimizer.state[master] = {k: _state_of(k, value, parameter, master, shard.start) for k, value in whole}
 
 
 def _state_of(key: str, value: Any, parameter: Tensor, master: Tensor, start: int) -> Any:

@@ -53,9 +53,9 @@ class Parking:
                 yield from bucket.parameters if bucket.sharded is None else (bucket.sharded.shard,)
             yield from self._frozen
         elif kind == "hp_params":
-            yield from (piece.master for bucket in resident if bucket.has_own_master for piece in bucket.pieces)
+            yield from (shard.master for bucket in resident if bucket.has_own_master for shard in bucket.shards)
         elif kind == "optim_states":
-            states = (self._optimizer.state.get(piece.master, {}) for bucket in resident for piece in bucket.pieces)
+            states = (self._optimizer.state.get(shard.master, {}) for bucket in resident for shard in bucket.shards)
             yield from (v for state in states for v in state.values() if isinstance(v, Tensor) and v.dim())
         else:
             yield from (bucket.gradient_shard for bucket in self._buckets)

@@ -46,7 +46,7 @@ class GradientReducer:
     parameters: in the order of the layers.
     data_group: the ranks that hold the same parameters.
     replica_groups: owners (see ParameterInfo) -> the ranks that hold a copy of those parameters.
-    is_first_slice: whether this is the first tensor-parallel rank, which counts copies in the norm for all of them.
+    is_first_tensor_rank: whether this is the first tensor-parallel rank, which counts copies in the norm for all of them.
     on_launch: called with each REDUCE_GRADS that has been launched, and its Work.
     on_value, on_gradient: called with each gradient, see GradientSink.
 
@@ -60,7 +60,7 @@ class GradientReducer:
         rank: int,
         data_group: Group,
         replica_groups: Mapping[tuple[int, ...], Group],
-        is_first_slice: bool = True,
+        is_first_tensor_rank: bool = True,
         on_launch: Callable[[Instruction, Work], None] | None = None,
         on_value: Callable[[nn.Parameter, Tensor], None] | None = None,
         on_gradient: Callable[[nn.Parameter], None] | None = None,
@@ -70,7 +70,7 @@ class GradientReducer:
         self._data_group = data_group
         self._replica_groups = replica_groups
         self._partition = data_group if policy.stage > 0 else Group((rank,), None)
-        self._is_first_slice = is_first_slice
+        self._is_first_tensor_rank = is_first_tensor_rank
         self._is_first_replica = data_group.ranks[0] == rank
         self._on_launch = on_launch
         self.sink = GradientSink(self._launch_instruction, on_value, on_gradient)
@@ -266,7 +266,7 @@ class GradientReducer:
         """
         answers = self._partition.size > 1 or self._is_first_replica
         own = [b for o, buckets in self.buckets.items() if answers and counts(o) for b in buckets]
-        own = [b for b in own if b.kind.sliced or self._is_first_slice]
+        own = [b for b in own if b.kind.sliced or self._is_first_tensor_rank]
         squares = [self._squares[b] for b in own if b in self._squares]
         if shards := [b.gradient_shard for b in own if b not in self._squares]:
             # Not linalg.vector_norm, which on CUDA makes a copy in float64 first: a third of the optimizer's step.
@@ -289,8 +289,8 @@ class GradientReducer:
 
     def non_finite(self) -> list[ParameterInfo]:
         """Return the parameters with an inf or NaN in their gradients on this rank, the last layers first."""
-        pieces = (piece for bucket in self.all_buckets() for piece in bucket.pieces)
-        return [piece.info for piece in pieces if not torch.isfinite(piece.gradient).all()]
+        shards = (shard for bucket in self.all_buckets() for shard in bucket.shards)
+        return [shard.info for shard in shards if not torch.isfinite(shard.gradient).all()]
 
 
 def check_precision(parameters: Sequence[ParameterInfo], policy: ZeroPolicy) -> None:

@@ -127,7 +127,7 @@ class WholeState:
 
     def _shards(self) -> Iterator[ParameterShard]:
         info = self._bucket.infos[self._index]
-        return (shard for shard in self._bucket.pieces if shard.info is info)
+        return (shard for shard in self._bucket.shards if shard.info is info)
 
     def _part(self, value: Tensor, shard: ParameterShard) -> Tensor:
         wanted = shard.info.parameter.shape

@@ -282,10 +282,10 @@ def progress(engine: Engine, *states: dict[str, Tensor]) -> Iterator[int]:
     engine.update.sharded.settle()
     for span in (span for bucket in engine.update.sharded.buckets for span in bucket.spans):
         equal = set(range(len(states)))
-        for piece in span.pieces:
-            for kind, value in {"master": piece.master, **engine.optimizer.state[piece.master]}.items():
-                wholes = [state.get(f"{kind}/{piece.info.name}") for state in states]
-                part = slice(piece.start, piece.start + value.numel())
+        for shard in span.shards:
+            for kind, value in {"master": shard.master, **engine.optimizer.state[shard.master]}.items():
+                wholes = [state.get(f"{kind}/{shard.info.name}") for state in states]
+                part = slice(shard.start, shard.start + value.numel())
                 equal -= {
                     k for k, w in enumerate(wholes) if w is not None and not w.view(-1)[part].equal(value.view(-1))
                 }
@@ -371,7 +371,7 @@ def park(case: Case) -> dict[str, Any]:
     buckets, errors = engine.update.sharded.buckets, []
 
     def sizes() -> list[int]:
-        masters = [piece.master for bucket in buckets for piece in bucket.pieces]
+        masters = [shard.master for bucket in buckets for shard in bucket.shards]
         state = [value for m in masters for value in engine.optimizer.state[m].values() if value.dim()]
         kinds = (*masters, *state), [bucket.gradient_shard for bucket in buckets], list(engine.module.parameters())
         return [sum(t.untyped_storage().nbytes() for t in tensors) for tensors in kinds]

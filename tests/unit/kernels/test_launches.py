@@ -91,15 +91,15 @@ def test_a_step_that_writes_the_weights_of_all_replicas(
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
     infos = [ParameterInfo("layers.0.weight", nn.Parameter(torch.ones(40)), (0,))]
     (bucket,) = make_buckets(infos, ZeroPolicy(1, 1 << 20, torch.bfloat16), Group((0, 1), None), 0)
-    (piece,) = bucket.pieces
-    optimizer = torch.optim.AdamW([piece.master], lr=0.1, fused=True)
+    (shard,) = bucket.shards
+    optimizer = torch.optim.AdamW([shard.master], lr=0.1, fused=True)
     kernel = fused_adamw.FusedAdamW(optimizer, torch.device("cpu", 0), workspace, {bucket: [1000, 2000]})
     divisor, skip = torch.tensor(2.0, dtype=torch.float64), torch.tensor(False)
     assert kernel.writes_peers(bucket)
     kernel.step([bucket], set(), divisor, skip)
     (call,) = cast(Any, workspace.compiled).calls
     assert call[:4] == (2, 1, WORLD, 1)
-    assert call[5] == piece.master.numel() // 8
+    assert call[5] == shard.master.numel() // 8
     assert call[7:11] == (1, divisor.data_ptr(), skip.data_ptr(), 0)
     assert call[11][:WORLD] + call[14][:WORLD] == [1000, 2000, 10, 20]
     assert call[12:14] == (1, 1)

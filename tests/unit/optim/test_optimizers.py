@@ -316,14 +316,14 @@ def test_state_from_before_sharding_is_cut_with_its_parameter(ranks: int, weight
         buckets = buckets_of(copies, ranks, rank, weight_dtype)
         place = {p: k for k, p in enumerate(copies)}
         ShardedOptimizer(optimizer, buckets, copies)
-        pieces = [piece for bucket in buckets for piece in bucket.pieces]
-        assert set(optimizer.state) == {piece.master for piece in pieces}, "nothing is kept of what is not updated here"
-        steps = [optimizer.state[piece.master]["step"] for piece in pieces]
+        shards = [shard for bucket in buckets for shard in bucket.shards]
+        assert set(optimizer.state) == {shard.master for shard in shards}, "nothing is kept of what is not updated here"
+        steps = [optimizer.state[shard.master]["step"] for shard in shards]
         assert all(step == 1.0 for step in steps)
-        assert len({step.data_ptr() for step in steps}) == len(steps), "each piece counts its own steps"
-        for piece in pieces:
-            state = optimizer.state[piece.master]["sum"]
-            assert (state.shape, state.dtype) == (piece.master.shape, torch.float32)
-            found[place[piece.info.parameter]].append(state.flatten())
+        assert len({step.data_ptr() for step in steps}) == len(steps), "each shard counts its own steps"
+        for shard in shards:
+            state = optimizer.state[shard.master]["sum"]
+            assert (state.shape, state.dtype) == (shard.master.shape, torch.float32)
+            found[place[shard.info.parameter]].append(state.flatten())
     for k, expected in sums.items():
         assert torch.equal(torch.cat(found[k]), expected.flatten())

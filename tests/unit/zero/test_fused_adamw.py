@@ -83,7 +83,7 @@ def built(by_kernel: bool, held: slice, dtype: torch.dtype = torch.float32) -> t
 @pytest.mark.parametrize("held", [slice(0, 3), slice(0, 1), slice(1, 3)], ids=["all", "the first", "not the first"])
 def test_the_kernel_steps_what_the_optimizer_holds_and_says_whether_all_is_cleared(held: slice) -> None:
     (sharded, bucket), (plain, its) = built(True, held), built(False, held)
-    assert len(bucket.pieces) > 1
+    assert len(bucket.shards) > 1
     for number in range(3):
         gradient = torch.randn(bucket.gradient_shard.shape, generator=torch.Generator().manual_seed(number))
         for one, other in ((sharded, bucket), (plain, its)):
@@ -92,11 +92,11 @@ def test_the_kernel_steps_what_the_optimizer_holds_and_says_whether_all_is_clear
         assert bucket.master is not None
         assert its.master is not None
         assert torch.allclose(bucket.master, its.master, atol=1e-6)
-        for piece in bucket.pieces:
-            assert torch.equal(bucket.weights_of(piece), piece.master.bfloat16())
+        for shard in bucket.shards:
+            assert torch.equal(bucket.weights_of(shard), shard.master.bfloat16())
         assert bucket.is_cleared == (held == slice(0, 3))
         if bucket.is_cleared:
-            assert not any(piece.gradient.any() for piece in bucket.pieces)
+            assert not any(shard.gradient.any() for shard in bucket.shards)
 
 
 def test_settings_that_the_kernel_does_not_take_are_refused_when_they_come_later() -> None:
@@ -113,7 +113,7 @@ def test_settings_are_free_where_the_kernel_steps_no_bucket(monkeypatch: pytest.
     sharded.optimizer.param_groups[0]["amsgrad"] = True
     bucket.gradient_shard.fill_(1.0)
     sharded.step(set())
-    assert all("max_exp_avg_sq" in sharded.optimizer.state[piece.master] for piece in bucket.pieces)
+    assert all("max_exp_avg_sq" in sharded.optimizer.state[shard.master] for shard in bucket.shards)
 
 
 def test_masters_in_float64_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:

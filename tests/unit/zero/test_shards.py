@@ -66,7 +66,7 @@ def test_partition_reduce_update_gather_is_the_identity_on_layout(
     with mock.patch.object(buckets_module, "COPIED_NUMEL", copied_numel):
         ranks = buckets_of_ranks(shapes, owners, num_ranks, policy)
     for span in [span for b in ranks[0] for span in b.spans if b.copies_gradients and b.master is not None]:
-        assert len(span.pieces) == 1 or span.part.stop - span.part.start <= copied_numel // 4
+        assert len(span.shards) == 1 or span.part.stop - span.part.start <= copied_numel // 4
     masters = [info.parameter.detach().clone() for info in build(shapes, owners, seed=1)]
     gradients = [info.parameter.detach().clone() for info in build(shapes, owners, seed=2)]
     for same in zip(*ranks, strict=True):  # one bucket, as each rank sees it
@@ -92,9 +92,9 @@ def reduce_update_gather(same: list[Bucket], gradients: dict[str, torch.Tensor])
     for bucket in same:
         for span in bucket.spans:
             bucket.assign_gradients(span, untouched=set())
-        for piece in bucket.pieces:
-            assert piece.master.grad is not None
-            piece.master.data.sub_(0.5 * piece.master.grad)
+        for shard in bucket.shards:
+            assert shard.master.grad is not None
+            shard.master.data.sub_(0.5 * shard.master.grad)
         bucket.write_back()
     if same[0].partition.size > 1:
         assert same[0].weights is not None
@@ -110,9 +110,9 @@ def test_pieces_cover_every_element_once(shapes: list[tuple[int, ...]], num_rank
     ranks = buckets_of_ranks(shapes, (0,), num_ranks, ZeroPolicy(1, bucket_size))
     for k, shape in enumerate(shapes):
         name = f"layers.{k}.weight"
-        pieces = [p for buckets in ranks for b in buckets for p in b.pieces if p.info.name == name]
-        assert sum(p.master.numel() for p in pieces) == torch.Size(shape).numel()
-        values = [p.master.detach().flatten() for p in pieces]
+        shards = [p for buckets in ranks for b in buckets for p in b.shards if p.info.name == name]
+        assert sum(p.master.numel() for p in shards) == torch.Size(shape).numel()
+        values = [p.master.detach().flatten() for p in shards]
         whole = build(shapes, (0,), seed=1)[k].parameter.detach().flatten()
         assert torch.equal(torch.cat(values) if values else whole[:0], whole)
 
