@@ -120,7 +120,7 @@ def read_dcp(directory: Path, weights_only: bool = False) -> WholeCheckpoint:
     trained = sorted({name.split("/", 2)[2] for name in tensors if name.startswith(OPTIMIZER)})
     if unknown := [name for name in trained if MODEL + name not in tensors]:
         raise CheckpointError(
-            f"{directory} has optimizer state of {unknown[0]!r}, which is no weight there; save what "
+            f"{directory} has optimizer state of {unknown[0]!r}, which is not a weight there; save what "
             "torch.distributed.checkpoint.state_dict.get_state_dict returns, whose names are the weights'"
         )
     steps = [int(value) for name, value in tensors.items() if name.startswith(f"{OPTIMIZER}step/")]

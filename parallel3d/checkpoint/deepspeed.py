@@ -70,7 +70,7 @@ def load_file(path: Path) -> Json:
     except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{path} can't be read as a file of DeepSpeed's: {error}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is no file of DeepSpeed's: it holds a {type(content).__name__}")
+        raise CheckpointError(f"{path} is not a file of DeepSpeed: it holds a {type(content).__name__}")
     return content
 
 
@@ -85,7 +85,7 @@ def read_deepspeed(directory: Path, weights_only: bool = False) -> WholeCheckpoi
         place = "" if str(error).startswith(str(directory)) else f"{directory} "
         raise CheckpointError(f"{place}{error}") from error
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{directory} is not as DeepSpeed writes it: {error!r}; copy it anew") from error
+        raise CheckpointError(f"{directory} is not as DeepSpeed writes it: {error!r}; copy it again") from error
 
 
 def _files(directory: Path) -> tuple[list[tuple[list[Json], list[Json]]], dict[int, dict[int, Json]]]:

@@ -144,11 +144,11 @@ def order_of(path: Path) -> int:
 def latest_tag(save_dir: Path) -> str | None:
     """Return the tag in the file `latest`, or None without such a file.
 
-    Raises CheckpointError for what is no file, and for a directory that is itself a checkpoint: nothing in it can be loaded.
+    Raises CheckpointError for what is not a file, and for a directory that is itself a checkpoint: nothing in it can be loaded.
     """
     try:
         if (save_dir / LATEST).is_fifo():
-            raise OSError("it is no file")
+            raise OSError("it is not a file")
         return (save_dir / LATEST).read_text().strip()
     except FileNotFoundError:
         if (save_dir / MANIFEST).is_file():
@@ -219,7 +219,7 @@ class PendingSave:
         self.place = save_dir / tag
         if self.place.exists() and not (self.place / MANIFEST).is_file():
             raise CheckpointError(
-                f"{self.place} is there and is no checkpoint of parallel3d's; choose another tag, or remove it"
+                f"{self.place} is there and is not a checkpoint of parallel3d's; choose another tag, or remove it"
             )
         self._save_dir, self._tag = save_dir, tag
         self._folder = save_dir / OWN / secrets.token_hex(8)

@@ -68,7 +68,7 @@ class StoredTensor(_Record):
     @classmethod
     def _known(cls, name: str) -> str:
         if not isinstance(getattr(torch, name, None), torch.dtype):
-            raise ValueError(f"{name!r} is no dtype of torch's")
+            raise ValueError(f"{name!r} is not a torch dtype")
         return name
 
     @model_validator(mode="after")
@@ -157,7 +157,7 @@ class Manifest(_Record):
     def _plain(cls, files: dict[str, StoredFile]) -> dict[str, StoredFile]:
         outside = [name for name in files if Path(name).name != name or not name.isprintable()]
         if outside:
-            raise ValueError(f"{outside[0]!r} is no name of a file in the directory")
+            raise ValueError(f"{outside[0]!r} is not the name of a file in the directory")
         return files
 
     @model_validator(mode="after")
@@ -197,7 +197,7 @@ def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST
     try:
         if path.stat().st_size > _MOST_BYTES or not path.is_file():
-            raise CheckpointError(f"{path} is damaged: it is no file of at most {_MOST_BYTES} bytes")
+            raise CheckpointError(f"{path} is damaged: it is not a file of at most {_MOST_BYTES} bytes")
         body = json.loads(path.read_bytes())
         crc32 = body.pop("crc32") if isinstance(body, dict) else None
         if crc32 is None or crc32 != _checksum(body):
@@ -213,7 +213,7 @@ def read_manifest(directory: Path) -> Manifest:
         remedy = (
             f"; `p3d ckpt import {directory} DIRECTORY` makes one of DeepSpeed's or torch's files" if foreign else ""
         )
-        raise CheckpointError(f"{directory} is no complete checkpoint: it has no {MANIFEST}{remedy}") from None
+        raise CheckpointError(f"{directory} is not a complete checkpoint: it has no {MANIFEST}{remedy}") from None
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {error}") from error
     except (ValidationError, RecursionError, ValueError, KeyError) as error:

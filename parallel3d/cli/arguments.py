@@ -225,7 +225,7 @@ def _share(text: str) -> float:
     try:
         return float(text[:-1]) / 100 if text.endswith("%") else float(text)
     except ValueError:
-        raise ArgumentTypeError(f"{text!r} is no share: give a number such as 0.05, or 5%") from None
+        raise ArgumentTypeError(f"{text!r} is not a share: give a number such as 0.05, or 5%") from None
 
 
 def _add_kernels(commands: Any) -> None:

@@ -44,7 +44,7 @@ def locate(path: Path) -> Path:
     complete = complete_checkpoints(path)
     if not complete:
         raise CheckpointError(
-            f"{path} is no checkpoint and holds none that is complete; `p3d ckpt ls` says what there is"
+            f"{path} is not a checkpoint and holds none that is complete; `p3d ckpt ls` says what there is"
         )
     return complete[-1].path
 
@@ -53,7 +53,7 @@ def list_checkpoints(options: argparse.Namespace) -> int:
     """Run `p3d ckpt ls`. Raises CheckpointError."""
     directory: Path = options.directory
     if not directory.is_dir():
-        raise CheckpointError(f"{directory} is no directory")
+        raise CheckpointError(f"{directory} is not a directory")
     complete, latest = complete_checkpoints(directory), latest_tag(directory)
     columns = (Column(name, no_wrap=True) for name in ("tag", "saved", "GB", "steps", "layout", ""))
     table = Table(*columns, box=None)

@@ -162,7 +162,7 @@ class CollectiveDecision:
         if purpose != self._purpose:
             raise CommunicationError(
                 f"rank {self.rank} is at {self._purpose} and rank {rank} at {purpose}; every rank must call the same, in the "
-                "same order (after one that came too late, start the job anew)"
+                "same order (after one that came too late, restart the job)"
             )
 
     def _put(self, key: str, value: Any) -> None:

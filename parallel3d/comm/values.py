@@ -37,7 +37,7 @@ def load(data: bytes) -> Any:
     try:
         return _decode(json.loads(data))
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
-        raise CommunicationError(f"a rank sent what is no value of this package: {error}") from error
+        raise CommunicationError(f"a rank sent what is not a value of this package: {error}") from error
 
 
 def _encode(value: Any) -> Any:
@@ -107,7 +107,7 @@ def _find(name: str) -> Any:
 def _class(name: str, is_allowed: Callable[[Any], bool]) -> Any:
     found = _find(name)
     if not isinstance(found, type) or not is_allowed(found):
-        raise ValueError(f"{name!r} is no class of values")
+        raise ValueError(f"{name!r} is not a class of values")
     return found
 
 
@@ -133,7 +133,7 @@ def _pairs(values: Iterable[Any]) -> dict[Any, Any]:
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype of torch's")
+        raise ValueError(f"{name!r} is not a torch dtype")
     return found
 
 

@@ -196,7 +196,7 @@ def _parse_json(loads: Callable[..., object], text: str, name: Path | str) -> ob
     except (hjson.HjsonDecodeError, json.JSONDecodeError) as error:
         lines = f" (a text of more than {_MOST_HJSON} characters is read as plain JSON)" * (len(text) > _MOST_HJSON)
         raise ConfigError(
-            f"{name}, line {error.lineno}, column {error.colno} is no JSON: {error.msg}{lines}; check the quotes, commas and "
+            f"{name}, line {error.lineno}, column {error.colno} is not JSON: {error.msg}{lines}; check the quotes, commas and "
             "brackets there and before"
         ) from None
     except ConfigError:
@@ -204,7 +204,7 @@ def _parse_json(loads: Callable[..., object], text: str, name: Path | str) -> ob
     except RecursionError:
         raise ConfigError(f"{name} is nested too deep; flatten it") from None
     except ValueError as error:  # of hjson, for a character that there isn't
-        raise ConfigError(f"{name} is no JSON: {error}; correct it there") from None
+        raise ConfigError(f"{name} is not JSON: {error}; correct it there") from None
     except IndexError:  # of hjson, which looks for the end of a comment, and for the line before ''', past the text
         raise ConfigError(
             f"{name} ends within a comment, or has ''' on its first line; close the comment, or begin a new line before '''"
@@ -240,7 +240,7 @@ class _Loader(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep)
         except (ValueError, LookupError, AttributeError, TypeError, OverflowError):
-            problem = f"{reprlib.repr(node.value)} is no {node.tag.rpartition(':')[2]}"
+            problem = f"{reprlib.repr(node.value)} is not a valid {node.tag.rpartition(':')[2]}"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
 
     def get_single_node(self) -> yaml.Node | None:

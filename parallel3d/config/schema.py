@@ -55,8 +55,8 @@ class OptimizerConfig(Section, keys="optimizer"):
     def _no_clipping(cls, params: Mapping[str, Any]) -> Mapping[str, Any]:
         if "max_grad_norm" in params:
             raise ValueError(
-                f"max_grad_norm is no argument of an optimizer; set gradient_clipping to {params['max_grad_norm']!r} at the "
-                "top level instead"
+                "max_grad_norm is not an argument of an optimizer; set gradient_clipping to "
+                f"{params['max_grad_norm']!r} at the top level instead"
             )
         return params
 

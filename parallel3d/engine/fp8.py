@@ -82,7 +82,8 @@ def use_fp8(linears: Sequence[Named], fp8: Fp8, sink: GradientSink, control: Gro
             attach_fp8(linear, fp8, sink)
     if control.index == 0:
         left = {name for name, _ in linears} - fits
-        logger.info("fp8: %d linears of the model, and %d of rank 0 too odd in size", len(names), len(left))
+        unfit = f"{len(left)} of rank 0 stay out, as {MULTIPLE} does not divide their sizes"
+        logger.info("fp8: %d linears of the model; %s", len(names), unfit)
 
 
 def _choose(linears: Sequence[Named], choice: LayerNames) -> tuple[dict[str, set[str]], set[str], set[str]]:

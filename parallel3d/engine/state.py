@@ -211,7 +211,7 @@ class Checkpoints:
                         warnings.warn(f"resume passes over {errors[-1]}", stacklevel=3)
         if errors:
             raise CheckpointError(
-                f"no checkpoint in {load_dir} can be loaded: {errors[0]}; to start anew, use another directory"
+                f"no checkpoint in {load_dir} can be loaded: {errors[0]}; to train from the start, use another directory"
             )
         return None
 

@@ -41,7 +41,7 @@ def source_files(directory: Path | None = None) -> list[Path]:
     found = directory or (carried if carried.is_dir() else _HERE.parents[1] / "csrc")
     files = sorted([*found.glob("*.cu"), *found.glob("*.cuh")])
     if not files:
-        raise KernelError(f"{found} has no CUDA sources; install parallel3d anew, from a checkout or its sdist")
+        raise KernelError(f"{found} has no CUDA sources; install parallel3d again, from a checkout or its sdist")
     return files
 
 

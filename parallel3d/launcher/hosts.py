@@ -46,7 +46,7 @@ def parse_hostfile(lines: Iterable[str]) -> dict[str, int]:
     for line in filter(None, (line.partition("#")[0].strip() for line in lines)):
         match = re.fullmatch(rf"({_HOST})\s+slots=([0-9]+)", line)
         if match is None:
-            raise ConfigError(f"hostfile: {line!r} is no host; write a line as: worker-0 slots=4")
+            raise ConfigError(f"hostfile: {line!r} is not a host; write a line as: worker-0 slots=4")
         if match[1] in hosts:
             raise ConfigError(f"hostfile: {match[1]} is there twice; give it one line with all its slots")
         hosts[match[1]] = int(match[2])
@@ -61,7 +61,7 @@ def parse_named(text: str) -> dict[str, list[int] | None]:
     for word in text.split("@"):
         match = re.fullmatch(rf"({_HOST})(?::([0-9]+(?:,[0-9]+)*))?", word)
         if match is None:
-            raise ConfigError(f"{word!r} is no host with slots; write it as worker-0:0,2")
+            raise ConfigError(f"{word!r} is not a host with slots; write it as worker-0:0,2")
         host, slots = match[1], match[2]
         before = named.get(host, [])
         named[host] = None if slots is None or before is None else [*before, *map(int, slots.split(","))]
@@ -99,13 +99,13 @@ def read_ranks(path: Path) -> dict[str, dict[int, int]]:
         for rank, host, gpu in places:
             found.setdefault(host, {})[rank] = gpu
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"--ranks {path} is no ranks.json of `p3d plan`: {error!r}; name that file") from error
+        raise ConfigError(f"--ranks {path} is not a ranks.json of `p3d plan`: {error!r}; name that file") from error
     ranks = [rank for rank, _, _ in places]
     if not ranks or ranks != list(range(len(ranks))):
         raise ConfigError(f"--ranks {path}: the ranks are {ranks}; give each rank one place, from 0")
     for host, own in found.items():
         if not (isinstance(host, str) and re.fullmatch(_HOST, host)):
-            raise ConfigError(f"--ranks {path}: {host!r} is no name of a host; write it as worker-0")
+            raise ConfigError(f"--ranks {path}: {host!r} is not a host name; write it as worker-0")
         gpus = list(own.values())
         if not all(isinstance(gpu, int) and gpu >= 0 for gpu in gpus) or len({*gpus}) < len(gpus):
             raise ConfigError(
@@ -120,7 +120,7 @@ def parse_range_list(text: str) -> list[int]:
     for word in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", word.strip())
         if match is None:
-            raise ConfigError(f"{word!r} is no core and no range of cores; write a list as 0,2-4,6")
+            raise ConfigError(f"{word!r} is not a core or a range of cores; write a list as 0,2-4,6")
         found = range(int(match[1]), int(match[2] or match[1]) + 1)
         if not found or (numbers and found[0] <= numbers[-1]):
             raise ConfigError(f"{text!r} does not ascend at {word!r}; give each core once, in order")

@@ -244,7 +244,7 @@ def exports() -> dict[str, str]:
             name, is_set, value = line.partition("=")
             if line and not line.startswith("#"):
                 if not is_set or not _VARIABLE.fullmatch(name.strip()):
-                    raise ConfigError(f"{path}: {line!r} is no variable; write lines as NAME=VALUE")
+                    raise ConfigError(f"{path}: {line!r} is not a variable; write lines as NAME=VALUE")
                 found[name.strip()] = value.strip()
     return {name: value for name, value in found.items() if _VARIABLE.fullmatch(name)}
 

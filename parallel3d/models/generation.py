@@ -154,7 +154,7 @@ def _agree(module: PipelineModule, inputs: Sequence[Any], options: Mapping[str, 
         raise ConfigError(found)
     if len(set(replicas)) > module.groups.data.size or any(other != common for other in everyone):
         raise ConfigError(
-            "the ranks were told to generate different things; give all stages and tensor-parallel ranks of a replica the same "
+            "ranks called generate with different arguments; give all stages and tensor-parallel ranks of a replica the same "
             "arguments, and all replicas the same max_new_tokens and eos_token_id"
         )
     return request

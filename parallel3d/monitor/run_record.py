@@ -208,7 +208,7 @@ def read_stored(model: type[Stored], file: Path, what: str, remedy: str) -> Stor
         raise ConfigError(f"{what} '{file}' can't be read: {error}; make one by {remedy}") from error
     except ValidationError as error:
         raise ConfigError(
-            f"'{file}' is no {what} of this version: {explain(error)}; make it anew by {remedy}"
+            f"'{file}' is not a {what} of this version: {explain(error)}; make it again by {remedy}"
         ) from error
 
 

@@ -75,7 +75,7 @@ def _read(path: Path) -> dict[str, Any]:
         return {"baseTimeNanoseconds": 0, **trace, _OWN_KEY: trace[_OWN_KEY]}
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"'{path}' is no trace of engine.profile ({type(error).__name__}: {error}); remove it"
+            f"'{path}' is not a trace of engine.profile ({type(error).__name__}: {error}); remove it"
         ) from error
 
 

@@ -214,7 +214,7 @@ def _type_costs(pattern: str, names: Sequence[str]) -> list[float]:
     try:
         regex = re.compile(pattern, re.IGNORECASE)
     except re.error as error:
-        raise PartitionError(f"'type:{pattern}' is no regular expression: {error}; correct the pattern") from error
+        raise PartitionError(f"'type:{pattern}' is not a regular expression: {error}; correct the pattern") from error
     costs = [1.0 if regex.search(name) else 0.0 for name in names]
     if not any(costs):
         present = ", ".join(dict.fromkeys(names))

@@ -33,7 +33,7 @@ def choice_rule(choice: LayerChoice | None, names: Sequence[str], key: str) -> C
         try:
             regex = re.compile(choice)
         except re.error as error:
-            raise ConfigError(f"{key} {choice!r} is no regular expression: {error}") from error
+            raise ConfigError(f"{key} {choice!r} is not a regular expression: {error}") from error
         chosen = {name for name in names if regex.search(name)}
         unknown = [] if chosen else [choice]
     else:

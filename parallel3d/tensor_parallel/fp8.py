@@ -36,7 +36,7 @@ def patterns_of(choice: LayerNames) -> list[str]:
         try:
             return [re.compile(choice).pattern]
         except re.error as error:
-            raise ConfigError(f"fp8.filter {choice!r} is no regular expression: {error}") from error
+            raise ConfigError(f"fp8.filter {choice!r} is not a regular expression: {error}") from error
     return [re.escape(part) for part in choice or ()]
 
 

@@ -136,7 +136,7 @@ def _style(pattern: str, word: str | Style) -> Style:
         return word
     if word not in STYLES:
         raise PartitionError(
-            f"plan pattern {pattern!r}: {word!r} is no way to shard a layer.{nearest(word, STYLES)} There are "
+            f"plan pattern {pattern!r}: {word!r} is not a way to shard a layer.{nearest(word, STYLES)} There are "
             f"{', '.join(STYLES)}"
         )
     return STYLES[word]

@@ -135,7 +135,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     """Gather a parameter of another module, too, when `module` runs, whose forward uses it."""
     if not isinstance(parameter, nn.Parameter):
         raise ConfigError(
-            f"{type(parameter).__name__} is no torch.nn.Parameter, which register_external_parameter needs"
+            f"{type(parameter).__name__} is not a torch.nn.Parameter, which register_external_parameter needs"
         )
     external = vars(module).setdefault(_EXTERNAL, [])
     if all(other is not parameter for other in external):

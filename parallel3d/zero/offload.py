@@ -185,7 +185,7 @@ class OffloadedState:
         if self._failure is not None:
             raise OffloadError(
                 f"the optimizer's step failed ({self._failure}) when it had updated some of the weights and their state, and "
-                "not others; load a checkpoint with its optimizer state, or start anew from one"
+                "not others; load a checkpoint with its optimizer state, or restart from one"
             )
 
     def forget_failure(self) -> None:

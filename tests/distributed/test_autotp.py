@@ -156,7 +156,7 @@ def refused(what: str) -> None:
     [
         ("world", "2 ranks can't be divided by 3 tensor-parallel ranks"),
         ("plan", "GPT2LMHeadModel has no plan for tensor parallelism"),
-        ("kind", "a Linear is no causal language model of transformers"),
+        ("kind", "a Linear is not a causal language model of transformers"),
         ("twice", "the model is sharded over 2 ranks already, and can't be over 1"),
         (
             "stages",

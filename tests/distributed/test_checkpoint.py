@@ -284,7 +284,7 @@ def test_resume_warns_of_what_it_passes_over_and_never_begins_anew_by_itself(run
     for found in (first, second):
         assert (found["nothing"], found["state"], found["steps"]) == (None, {"step": 1}, 1)
         assert "can be loaded: 'global_step3': " in found["none"]
-        assert "to start anew, use another directory" in found["none"]
+        assert "to train from the start, use another directory" in found["none"]
     assert second["told"] == []
     last, before = first["told"]
     assert "resume passes over 'global_step3': " in last

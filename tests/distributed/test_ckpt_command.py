@@ -82,7 +82,7 @@ def test_ls_tells_what_is_whole(trained: Trained, tmp_path: Path, capsys: pytest
     assert "again/rank" in out.split("not complete: ", 1)[1]
     assert "is missing" in out
     assert f"not complete: {running.path.parent} is of a save of 'running' that is running or was ended" in out
-    assert f"not complete: {saved}/.hf.0123456789abcdef is no complete checkpoint" in out
+    assert f"not complete: {saved}/.hf.0123456789abcdef is not a complete checkpoint" in out
     running.end()
 
 

@@ -166,7 +166,7 @@ def test_bad_requests_are_refused_on_all_ranks_with_the_remedy(run_ranks):
         "2 prompts may end at different places; give pad_token_id=3, or another",
         "temperature=0.0, top_k=None, top_p=1.0: give a temperature above 0",
         "attention_mask [2, 4] of input_ids [2, 4]: give one of the same shape whose last column is 1",
-        "the ranks were told to generate different things; give all stages",
+        "ranks called generate with different arguments; give all stages",
         "generate has no 'num_beam'.",
         "an argument of generate has a wrong type or value: '<=' not supported between instances of 'str' and 'int'",
         f"there is a token id {VOCAB}, but the model has words 0 to {VOCAB - 1}",

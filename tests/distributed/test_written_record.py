@@ -301,7 +301,7 @@ def test_a_trace_that_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.Cap
     assert "record some steps by engine.profile(steps)" in capsys.readouterr().err
     (tmp_path / "trace-0.json.gz").write_bytes(gzip.compress(b'{"traceEvents": []}'))
     assert main(["trace", str(tmp_path)]) == 2
-    assert "trace-0.json.gz' is no trace of engine.profile" in capsys.readouterr().err
+    assert "trace-0.json.gz' is not a trace of engine.profile" in capsys.readouterr().err
 
 
 def monitored_on_rank_0(directory: str) -> int:

@@ -243,7 +243,7 @@ def test_linears_outside_of_blocks_odd_ones_and_those_filtered_out_stay():
     assert chosen([".0"]) == chosen(r"\.0$") == ["layers.2"]
     with pytest.raises(ConfigError, match=r"fp8.filter has 'lm_head', which is in the name of no linear of a block"):
         chosen(["lm_head"])
-    with pytest.raises(ConfigError, match=r"fp8.filter '\(' is no regular expression"):
+    with pytest.raises(ConfigError, match=r"fp8.filter '\(' is not a regular expression"):
         chosen("(")
     with pytest.raises(ConfigError, match="fp8 finds no linear to run in: those of the 3 in blocks"):
         chosen("layers")

@@ -67,9 +67,9 @@ def test_a_filter_includes_what_it_excludes_otherwise(case: tuple[dict[str, list
         (("worker-2",), "no host 'worker-2'.* Did you mean 'worker-"),
         (("", "worker-2:0"), "no host 'worker-2'"),
         (("worker-1:5",), r"worker-1 has the slots \[0, 1\], and not \[5\]"),
-        (("worker-0:a",), "'worker-0:a' is no host with slots"),
-        (("", "worker-1@worker-0:1@"), "'' is no host with slots"),
-        (("worker-0:1:2",), "'worker-0:1:2' is no host with slots"),
+        (("worker-0:a",), "'worker-0:a' is not a host with slots"),
+        (("", "worker-1@worker-0:1@"), "'' is not a host with slots"),
+        (("worker-0:1:2",), "'worker-0:1:2' is not a host with slots"),
     ],
 )
 def test_wrong_filters_are_named(words: tuple[str, ...], told: str):

@@ -194,7 +194,7 @@ def test_table_of_large_fractional_and_zero_costs() -> None:
         ("type", 2, r"unknown partition method 'type'\. Did you mean 'type:REGEX'\?"),
         (None, 2, r"unknown partition method None\. Use"),
         ("type:attention", 2, r"'type:attention' matches none of the 9 .* classes are Embedding, Block, LayerNorm$"),
-        ("type:(", 2, r"'type:\(' is no regular expression: .*; correct the pattern"),
+        ("type:(", 2, r"'type:\(' is not a regular expression: .*; correct the pattern"),
         ([0, 3, 9], 3, r"bounds \[0, 3, 9\] make 2 parts, but there are 3; give 4 bounds"),
         ([0, 3, 3, 9], 3, r"bounds \[0, 3, 3, 9\] give part 1 no layer"),
         ([0, 4, 3, 9], 3, r"bounds \[0, 4, 3, 9\] give part 1 no layer"),

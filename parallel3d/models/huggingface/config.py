@@ -265,12 +265,12 @@ class _Names(BaseModel):
 def family_of(raw: Mapping[str, Any]) -> type[Family] | None:
     """Return the architecture that a config.json names, or None if the native decoder does not know it.
 
-    Raises ConfigError if it is no config.json.
+    Raises ConfigError if it is not a config.json.
     """
     try:
         names = _Names.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError(f"this is no config.json of a model: {explain(error)}") from None
+        raise ConfigError(f"this is not a config.json of a model: {explain(error)}") from None
     if names.architectures:
         return next((family for family in FAMILIES if family.architecture == names.architectures[0]), None)
     return next((family for family in FAMILIES if family.model_type == names.model_type), None)

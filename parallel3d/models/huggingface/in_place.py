@@ -56,8 +56,8 @@ def tp_model_init(
     if tp_size > 1:
         if not hasattr(model, "config"):
             raise ConfigError(
-                f"a {type(model).__name__} is no causal language model of transformers, which alone autotp_size shards; give "
-                "others to parallel3d.tensor_parallel.parallelize, in a PipelineModule"
+                f"a {type(model).__name__} is not a causal language model of transformers, which alone autotp_size shards; "
+                "give others to parallel3d.tensor_parallel.parallelize, in a PipelineModule"
             )
         gather_whole(model)
         groups = ProcessGroups(PipeModelDataParallelTopology(num_pp=1, num_mp=tp_size, num_dp=world // tp_size))

@@ -144,7 +144,7 @@ class Weights:
 
 def _plain(name: str) -> str:
     if not name.isprintable() or Path(name).name != name or len(os.fsencode(name)) > 255:
-        raise ValueError(f"{name!r} is no name of a file in the directory")
+        raise ValueError(f"{name!r} is not the name of a file in the directory")
     return name
 
 
@@ -176,7 +176,7 @@ def _files_of(directory: Path) -> list[Path]:
         except ConfigError as error:
             raise CheckpointError(str(error)) from None
         except ValidationError as error:
-            raise CheckpointError(f"{directory / INDEX} is no index of weights: {explain(error)}") from None
+            raise CheckpointError(f"{directory / INDEX} is not an index of weights: {explain(error)}") from None
         files = sorted({directory / file for file in index.weight_map.values()})
         missing = [file.name for file in files if not file.is_file()]
         if missing:

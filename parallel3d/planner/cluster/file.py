@@ -151,7 +151,7 @@ def _machine(text: str, catalogue: Catalogue) -> dict[str, Any]:
     if match is None:
         names = [*machines, *(f"8x{name}" for name in catalogue.devices)]
         raise ConfigError(
-            f"{text!r} is no machine, and no cluster's file; give the path of a YAML, GPUs such as 8xH100, hosts and GPUs "
+            f"{text!r} is neither a machine nor a cluster's file; give the path of a YAML, GPUs such as 8xH100, hosts and GPUs "
             f"such as 16x8xH100, or a name of {', '.join(machines)}.{nearest(text, names)}"
         )
     count, device, wiring = int(match[1]), catalogue.device(match[2]), catalogue.wiring(match[2])

@@ -141,7 +141,7 @@ def _read_metrics(file: Path) -> tuple[list[list[dict[str, float]]], dict[str, A
                 _ = starts[-1][-1]["samples"]
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         problem = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"'{file}' is no file of a training's steps ({problem}); remove it") from error
+        raise ConfigError(f"'{file}' is not a file of a training's steps ({problem}); remove it") from error
     return starts, config, min(begins, default=0.0)
 
 
@@ -154,7 +154,7 @@ def _read_failures(files: Sequence[Path]) -> list[Failure]:
                 {**json.loads(file.read_bytes()), "time": file.stat().st_mtime}
             )
         except (OSError, ValueError, TypeError, ValidationError) as error:
-            raise ConfigError(f"'{file}' is no report of a failure ({type(error).__name__}); remove it") from error
+            raise ConfigError(f"'{file}' is not a report of a failure ({type(error).__name__}); remove it") from error
         found.setdefault(failure.verdict.line, failure)
     return sorted(found.values(), key=lambda failure: -failure.time)
 

@@ -324,7 +324,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
     path = tmp_path / "step1" / name
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(CheckpointError, match=r"it is no file|is missing"):
+    with pytest.raises(CheckpointError, match=r"it is not a file|is missing"):
         d.check_complete(d.find(tmp_path, str(d.latest_tag(tmp_path))))
     if name.startswith("rank"):
         assert any("is damaged" in fault for fault in Reader(tmp_path / "step1").verify_all())
@@ -333,7 +333,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
 def test_what_is_not_a_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_text("x")
-    with pytest.raises(CheckpointError, match="mine is there and is no checkpoint"):
+    with pytest.raises(CheckpointError, match="mine is there and is not a checkpoint"):
         PendingSave(tmp_path, "mine")
     assert (tmp_path / "mine" / "file").read_text() == "x"
 
@@ -389,7 +389,7 @@ def test_a_manifest_comes_back_and_any_changed_byte_is_found(tmp_path: Path) -> 
 
 
 def test_a_manifest_names_no_file_outside(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no name of a file"):
+    with pytest.raises(ValueError, match="not the name of a file"):
         Manifest.model_validate({**manifest().model_dump(), "files": {"../x": {"num_bytes": 1, "header_crc32": 0}}})
 
 

@@ -171,5 +171,5 @@ POINT = f"{__name__}:Point"
     ],
 )
 def test_what_a_stranger_sends_runs_no_code(data: bytes) -> None:
-    with pytest.raises(CommunicationError, match="a rank sent what is no value of this package"):
+    with pytest.raises(CommunicationError, match="a rank sent what is not a value of this package"):
         load(data)

@@ -200,7 +200,7 @@ def test_yaml_constructs_no_python_objects(tmp_path):
         ("c.yaml", "seed: 1\n  stages: 2\n", ["line 2", "check the indentation"]),
         ("c.yaml", "seed: [1\n", ["line 2"]),
         ("c.yaml", "seed: \x01", ["is not YAML"]),
-        ("c.yaml", "seed: 2001-99-99", ["line 1", "'2001-99-99' is no timestamp"]),
+        ("c.yaml", "seed: 2001-99-99", ["line 1", "'2001-99-99' is not a valid timestamp"]),
         ("c.json", "[1, 2]", ["holds a list", "one mapping"]),
         ("c.yaml", "- 1\n", ["holds a list", "one mapping"]),
         ("c.yaml", "just words", ["holds a str", "one mapping"]),
@@ -239,7 +239,7 @@ MANY = "".join(f"{new}: &{new} [{', '.join([f'*{old}'] * 12)}]\n" for old, new i
         ),
         pytest.param("c.yaml", "[" * 5000, "c.yaml, line 1: brackets are nested more than 100 deep", id="flow"),
         pytest.param("c.yaml", "seed: 0x" + "f" * 5000, "c.yaml: seed is too large a number", id="hexadecimal"),
-        pytest.param("c.yaml", "a: 1\nseed: !!int ''", "c.yaml, line 2: '' is no int", id="tag"),
+        pytest.param("c.yaml", "a: 1\nseed: !!int ''", "c.yaml, line 2: '' is not a valid int", id="tag"),
         pytest.param("c.json", '{"a' + "k" * 10**6 + '": 1}', "unknown key 'akkk.*[0-9]+ characters", id="message"),
     ],
 )

@@ -143,7 +143,7 @@ WRONG = [
     # the optimizer and its schedule
     (
         {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "max_grad_norm": 0.5}}},
-        "max_grad_norm is no argument of an optimizer; set gradient_clipping to 0.5 at the top level instead",
+        "max_grad_norm is not an argument of an optimizer; set gradient_clipping to 0.5 at the top level instead",
     ),
     ({"scheduler": {"params": {}}}, 'scheduler.type is missing: give the name of a schedule, such as "WarmupLR"'),
     ({"scheduler": {"type": "WarmupLR", "param": {}}}, "unknown key 'scheduler.param'. Did you mean 'params'?"),

@@ -57,8 +57,8 @@ def write_config(path: Path, **changes: Any) -> Path:
         ({"num_attention_heads": 0}, r"config.json: num_heads is 0; give a whole number from 1"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000"),
         ({"hidden_act": ["silu"]}, r"hidden_act = \['silu'\]"),
-        ({"architectures": {"a": 1}}, "no config.json of a model: architectures: .* not {'a': 1}"),
-        ({"model_type": 3}, "no config.json of a model: model_type: "),
+        ({"architectures": {"a": 1}}, "not a config.json of a model: architectures: .* not {'a': 1}"),
+        ({"model_type": 3}, "not a config.json of a model: model_type: "),
         ({"attention_dropout": 2.0}, "attention_dropout is 2.0"),
         ({"rope_theta": -1.0, "rope_scaling": {"type": "linear", "factor": 2}}, "rope_theta = -1.0"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling is of type 'linear', but has no factor"),
@@ -127,14 +127,14 @@ def test_all_tensors_at_fault_are_listed(tmp_path):
             for text, told in (
                 (
                     '{"weight_map": {"a": "../outside.safetensors"}}',
-                    "'../outside.safetensors' is no name of a file in the dir",
+                    "'../outside.safetensors' is not the name of a file in the dir",
                 ),
-                ('{"weight_map": {"a": "/etc/passwd"}}', "'/etc/passwd' is no name of a file in the directory"),
-                ('{"weight_map": ["a"]}', "no index of weights: weight_map: "),
-                ('{"weight_map": {"a": 1}}', r"no index of weights: weight_map.a: "),
+                ('{"weight_map": {"a": "/etc/passwd"}}', "'/etc/passwd' is not the name of a file in the directory"),
+                ('{"weight_map": ["a"]}', "not an index of weights: weight_map: "),
+                ('{"weight_map": {"a": 1}}', r"not an index of weights: weight_map.a: "),
                 ("{}", "weight_map: is missing"),
                 ("[]", "holds a list"),
-                ("{", "no JSON"),
+                ("{", "not JSON"),
             )
         ),
     ],
@@ -149,7 +149,7 @@ def test_no_config_and_no_json(tmp_path):
     with pytest.raises(ConfigError, match=r"no file .*config\.json"):
         from_hf(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="no JSON"):
+    with pytest.raises(ConfigError, match="not JSON"):
         from_hf(tmp_path)
 
 

@@ -128,7 +128,7 @@ def test_what_is_no_record_says_what_to_do(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"stages: .*valid integer.*, not 'x'"):
         read_run_record(tmp_path)
     (tmp_path / "run_record.json").write_text(text[: len(text) // 2])
-    with pytest.raises(ConfigError, match="is no run record of this version"):
+    with pytest.raises(ConfigError, match="is not a run record of this version"):
         find_run_records([tmp_path])
 
 

@@ -33,7 +33,7 @@ def test_layers_are_chosen_by_names_a_pattern_or_a_function(choice: Any, chosen:
     [
         (["Block", "Haed"], "compile.layers names 'Haed', which no layer has. Did you mean 'Head'\\?"),
         ("Transformer", "names 'Transformer', which no layer has. The layers are Embed, Block, MLPBlock, Head"),
-        ("Block(", "is no regular expression"),
+        ("Block(", "is not a regular expression"),
     ],
 )
 def test_a_choice_that_no_layer_meets_is_an_error(choice: Any, message: str):

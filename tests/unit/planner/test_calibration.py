@@ -292,7 +292,7 @@ def test_what_cant_be_calibrated_says_why(tmp_path: Path):
     with pytest.raises(ConfigError, match="can't be read"):
         read_calibration(tmp_path / "none.json")
     (tmp_path / "other.json").write_text('{"format": 2}')
-    with pytest.raises(ConfigError, match="is no calibration of this version: format"):
+    with pytest.raises(ConfigError, match="is not a calibration of this version: format"):
         read_calibration(tmp_path / "other.json")
 
 

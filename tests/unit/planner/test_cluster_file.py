@@ -197,10 +197,10 @@ def test_latencies_have_units(text, value):
         ({"hosts": 8}, ["hosts: give a list, not 8"]),
         ({"hosts": ["8xH100"]}, ["hosts[0]: give a mapping of keys to values, not '8xH100'"]),
         ("8xH10", ["unknown device 'H10'", "Did you mean 'H100'?"]),
-        ("H100", ["'H100' is no machine", "Did you mean '8xH100'?"]),
+        ("H100", ["'H100' is neither a machine", "Did you mean '8xH100'?"]),
         ("dgx-h10", ["Did you mean 'dgx-h100'?"]),
         ("absent.yaml", ["no file absent.yaml"]),
-        ({"hosts": [{"machine": "H100"}]}, ["'H100' is no machine", "8xH100"]),
+        ({"hosts": [{"machine": "H100"}]}, ["'H100' is neither a machine", "8xH100"]),
         ({"hosts": [{**HOST, "nick": 3}]}, ["hosts[0]", "unknown key 'nick'", "Did you mean 'nics'?"]),
         ({"hosts": [HOST], "swiches": []}, ["unknown key 'swiches'", "Did you mean 'switches'?"]),
         ({"hosts": [{"name": "a b", **HOST}]}, ["can't be called 'a b'"]),
@@ -263,7 +263,7 @@ def test_what_cannot_be_is_an_error_with_the_remedy(described, words):
     [
         ("99999999x8xH100", "hosts[0].count: Input should be less than or equal to 131072, not 99999999"),
         ("1x99999999xH100", "has more than 131072 GPUs"),
-        pytest.param("9" * 5000 + "xH100", "is no machine, and no cluster's file", id="digits"),
+        pytest.param("9" * 5000 + "xH100", "is neither a machine nor a cluster's file", id="digits"),
         ("100000x8xH100", "there are 800000 GPUs; describe 131072 or fewer"),
         (
             {"hosts": [{"machine": "8xH100", "count": 100}], "links": [{"between": ["*", "*"]}]},

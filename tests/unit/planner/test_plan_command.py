@@ -239,7 +239,7 @@ def test_what_cannot_be_is_told_before_the_search(options, tmp_path, capsys) -> 
     assert "layouts" not in printed.out
     assert (
         "'pp3'; leave some of it open" in printed.err
-        or "'a bit' is no share: give a number such as 0.05" in printed.err
+        or "'a bit' is not a share: give a number such as 0.05" in printed.err
     )
 
 

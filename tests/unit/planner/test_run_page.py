@@ -176,11 +176,11 @@ def test_live_it_shows_what_is_there_to_this_host_alone(driver: Any, tmp_path: P
 @pytest.mark.parametrize(
     ("file", "text", "told"),
     [
-        ("metrics.jsonl", '{"samples": 4}\n', "is no file of a training's steps"),
-        ("metrics.jsonl", '{"time": 0, "config": {}}\n{"train_loss": "low"}\n', "is no file of a training's steps"),
+        ("metrics.jsonl", '{"samples": 4}\n', "is not a file of a training's steps"),
+        ("metrics.jsonl", '{"time": 0, "config": {}}\n{"train_loss": "low"}\n', "is not a file of a training's steps"),
         ("step_timeline.json", '{"spans": [[0, "X0@0", 0, 1]]}', "'X0@0' is not an instruction"),
-        ("failure-0.json", '{"verdict": 3}', "is no report of a failure"),
-        ("run_record.json", "{", "is no run record"),
+        ("failure-0.json", '{"verdict": 3}', "is not a report of a failure"),
+        ("run_record.json", "{", "is not a run record"),
     ],
 )
 def test_a_broken_file_is_named(tmp_path: Path, file: str, text: str, told: str, capsys: pytest.CaptureFixture[str]):

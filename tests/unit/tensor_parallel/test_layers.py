@@ -212,7 +212,7 @@ class Model(nn.Module):
 
 REFUSED = [
     ({"*.q_prj": "column"}, r"'\*.q_prj' matches no module of Model. Did you mean 'q_proj'\?"),
-    ({"q_proj": "colum"}, r"'colum' is no way to shard a layer. Did you mean 'column'\?"),
+    ({"q_proj": "colum"}, r"'colum' is not a way to shard a layer. Did you mean 'column'\?"),
     ({"norm": "column"}, "norm can't be sharded as Column.*it is a LayerNorm"),
     ({"odd": "rowwise"}, "odd can't be sharded as Row.*it is a Odd"),
     ({"q_proj": "vocab"}, "q_proj can't be sharded as Vocabulary.*it is a linear layer"),
