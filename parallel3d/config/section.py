@@ -36,10 +36,7 @@ class Support(Enum):
     # Known keys, which no field holds.
     LATER = "not yet supported", "Not yet supported: left out, with a warning each"
     REFUSED = "refused", "Not yet supported: an error, since the results would differ"
-    WITHOUT_EFFECT = (
-        "without effect",
-        "Without effect: named in one warning, if they ask for something else than is done anyway",
-    )
+    WITHOUT_EFFECT = "without effect", "Without effect: one warning, unless it asks for what happens in any case"
     REMOVED = "removed", "Removed: an error"  # whatever the value: keys of earlier versions of this package
 
     heading: str
@@ -56,7 +53,7 @@ class KnownKey:
     """A key that no field holds.
 
     - reason: shown to the user.
-    - same: values that ask for what is done anyway.
+    - same: values that ask for what happens in any case.
     - inner: the keys of a section, among which a misspelled one is found.
     - switch: the inner key that turns a section on; a section without it is off. off_values: those that leave it off.
     """
