@@ -50,7 +50,7 @@ def load(source: Source, auto: Mapping[str, Any] | None = None, known: Mapping[s
 
 
 def load_sections(source: Source, *sections: str) -> Config:
-    """Return a Config of these sections alone, whatever the others are: their "auto"s may be filled later."""
+    """Return a Config of these sections alone, all if none is named. The "auto"s of others may be filled later."""
     return source if isinstance(source, Config) else read(source, sections=sections).config
 
 

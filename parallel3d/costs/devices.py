@@ -215,6 +215,13 @@ def preset_of(cuda_name: str) -> Device | None:
 # (2.4 of 4.1 TB/s), and compiled ones by themselves (1.6 TB/s, of fewer bytes than are really moved); 22B's layer of
 # arXiv:2205.05198, table 4, on A100s has 0.8.
 _OF_BANDWIDTH = 0.7
+# Work of a decoder's mix, by which devices are compared.
+_TYPICAL = Work(gemm_flops=1e15, attention_flops=1e14, moved=1e12)
+
+
+def typical_seconds(device: Device) -> float:
+    """Return the seconds of a typical mix of work: the slower a device, the more."""
+    return compute_seconds(_TYPICAL, device)
 
 
 def compute_seconds(work: Work, device: Device, samples: int = 1) -> float:

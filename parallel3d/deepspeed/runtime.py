@@ -7,7 +7,6 @@ Each parameter of a learning-rate schedule is a constant, too: WARMUP_MIN_LR is 
 
 from __future__ import annotations
 
-import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from parallel3d.deepspeed.accelerator import get_accelerator
 from parallel3d.deepspeed.aliases import PLACES
 from parallel3d.errors import TopologyError
 from parallel3d.logs import logger
+from parallel3d.monitor.memory import memory_in_use
 from parallel3d.optim.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from parallel3d.partition.chain import segment_costs
 from parallel3d.partition.split import partition_layers
@@ -111,7 +111,7 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
 def see_memory_usage(message: str, force: bool = False) -> None:
     """Log `message` and this process's memory, with its peak, in GiB. Without `force` do nothing, as in DeepSpeed."""
     if force:
-        sizes = {"peak on the host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+        sizes = {"peak on the host": memory_in_use(torch.device("cpu"))["peak"]}
         if torch.cuda.is_available():
             sizes |= {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
             sizes["peak allocated"] = torch.cuda.max_memory_allocated()

@@ -93,16 +93,16 @@ class TrainingData:
             raise ConfigError(
                 f"{num_backwards} micro-batches of a step are done; set the batch size after the step's last"
             )
-        pipe, data, model = self._model.num_stages, self._model.groups.data.size, self._model.groups.model.size
-        self.sizes = resolve_batch(
-            train_batch_size, self.sizes.micro_batch_size, None, pipe=pipe, data=data, model=model
-        )
+        self._resize(train_batch_size, self.sizes.micro_batch_size, None)
 
     def set_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the number of samples of a micro-batch; a step has as many micro-batches as before. Raises ConfigError."""
-        pipe, data, model = self._model.num_stages, self._model.groups.data.size, self._model.groups.model.size
-        accumulation = self.sizes.num_micro_batches
-        self.sizes = resolve_batch(None, micro_batch_size, accumulation, pipe=pipe, data=data, model=model)
+        self._resize(None, micro_batch_size, self.sizes.num_micro_batches)
+
+    def _resize(self, *given: int | None) -> None:
+        groups = self._model.groups
+        pipe, data, model = self._model.num_stages, groups.data.size, groups.model.size
+        self.sizes = resolve_batch(*given, pipe=pipe, data=data, model=model)
 
     def next(self, iterator: Iterator[Any] | None, most: int) -> tuple[list[tuple[Any, Any]], list[int]]:
         """Load at most `most` micro-batches, the same number on all ranks.

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from parallel3d.comm.collectives import all_gather_object
-from parallel3d.config import Config, PipelineConfig, RecomputationPolicy, batch_sizes, load_sections, read
+from parallel3d.config import Config, PipelineConfig, RecomputationPolicy, batch_sizes, load_sections
 from parallel3d.config.load import Source
 from parallel3d.config.section import ReadOnlyMapping
 from parallel3d.costs.layer_profile import LayerProfile
@@ -122,7 +122,7 @@ class LayerSplitter:
         """Return the settings' policies; if some are "auto", a policy for each layer, by its index. See split. Collective."""
         if "auto" not in self._policies:
             return self._settings.checkpoint_policy, None
-        config = source if isinstance(source, Config) else read(source).config
+        config = load_sections(source)
         if self._sample is None:
             raise ConfigError(
                 'activation_checkpointing.policy "auto" traces the layers on a sample, and there is none; pass sample_input= '
@@ -199,7 +199,7 @@ class LayerSplitter:
     # Bytes of a stage, for pipeline.max_stage_bytes
 
     def _limit(self, limit: int, source: Source) -> StageLimit:
-        config = source if isinstance(source, Config) else read(source).config
+        config = load_sections(source)
         activations, sample = [0.0] * len(self._layers), self._sample
         if sample is not None:
             held = self._agreed(lambda: [(p.saved_bytes, sum(p.inputs)) for p in self._traced(config, sample)])

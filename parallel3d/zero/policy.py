@@ -144,7 +144,7 @@ def make_policy(
     accumulators = config.data_types.grad_accum_dtype
     communication = config.communication_data_type
     size = sum(i.parameter.numel() for i in parameters) * (DTYPES[accumulators].itemsize if accumulators else 4)
-    too_large = size > _SHARE * _memory(device)
+    too_large = size > _SHARE * device_memory(device)
     per_micro_batch = zero.stage >= 2 and (
         too_large if zero.reduce_per_micro_batch == "auto" else zero.reduce_per_micro_batch
     )
@@ -219,7 +219,7 @@ def within(limits: Sequence[LiveLimits], most: int) -> LiveLimits:
 
 def usual_live(policy: ZeroPolicy, device: torch.device) -> int:
     """Return how many elements of weights are gathered on a device at most, if the configuration leaves that open."""
-    return int(_SHARE * _memory(device)) // (policy.weight_dtype or torch.float32).itemsize
+    return int(_SHARE * device_memory(device)) // (policy.weight_dtype or torch.float32).itemsize
 
 
 def free_memory(device: torch.device) -> float:
@@ -230,8 +230,8 @@ def free_memory(device: torch.device) -> float:
     return free - _SHARE * total
 
 
-def _memory(device: torch.device) -> int:
-    """Return the bytes of the device's memory."""
+def device_memory(device: torch.device) -> int:
+    """Return the bytes of the device's memory; on the CPU those of the host."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

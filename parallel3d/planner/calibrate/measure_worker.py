@@ -5,7 +5,6 @@ All ranks measure the same at the same time, as they will in training.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +29,7 @@ from parallel3d.engine.attention import attention_context, missing
 from parallel3d.optim.precision import make_precision
 from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.search.model import PlannedModel, load_model
+from parallel3d.zero.policy import device_memory
 
 # More than 16 lanes of PCIe 5 can carry: two GPUs that copy faster are joined by NVLink.
 _NVLINK_ABOVE = 64e9
@@ -131,10 +131,9 @@ class _Bench:
         on_gpu, size, effort = self.device.type == "cuda", self.groups.world.size, self.effort
         pairs = copy_rates(size) if on_gpu and self.groups.rank == 0 else {}
         islands = islands_of(size, all_gather_object(pairs, self.groups.control)[0])
-        host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return Measured(
             device=torch.cuda.get_device_name(self.device) if on_gpu else "cpu",
-            memory=torch.cuda.get_device_properties(self.device).total_memory if on_gpu else host_bytes // size,
+            memory=device_memory(self.device) // (1 if on_gpu else size),
             # In bursts, and so before the card is warm.
             gemms=tuple((*shape, self.seconds(self.gemm(*shape), effort.seconds)) for shape in effort.gemms),
             sustained=self.sustained(),

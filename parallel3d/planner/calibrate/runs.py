@@ -12,7 +12,7 @@ from rich.table import Column, Table
 
 from parallel3d.config import load
 from parallel3d.config.layout import Layout
-from parallel3d.costs.devices import compute_seconds, preset_devices, preset_of
+from parallel3d.costs.devices import compute_seconds, preset_devices, preset_of, typical_seconds
 from parallel3d.costs.work import Work
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import RunRecord, kind_name
@@ -265,7 +265,7 @@ def _components(predictor: Predictor, predicted: StepPrediction, i: Instruction)
 def _compute_components(predictor: Predictor, predicted: StepPrediction, i: Instruction) -> dict[str, float]:
     links, bounds = predicted.split.links, predicted.split.bounds
     stage = predicted.program.placement[i.chunk]
-    device = max(links.devices[stage], key=lambda d: compute_seconds(Work(1e15, 1e14, 1e12), d))
+    device = max(links.devices[stage], key=typical_seconds)
     layers = predictor.layers(predicted.layout)[bounds[i.chunk] : bounds[i.chunk + 1]]
     work: Work = sum((getattr(layer, _WORK[i.op]) for layer in layers), Work())
     parts: defaultdict[str, float] = defaultdict(float)

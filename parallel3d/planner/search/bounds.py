@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 from parallel3d.config import SelectivePolicy
 from parallel3d.config.layout import Layout
-from parallel3d.costs.devices import compute_seconds
-from parallel3d.costs.work import Work
+from parallel3d.costs.devices import typical_seconds
 from parallel3d.errors import PartitionError
 from parallel3d.planner.predict.chunks import Chunks
 from parallel3d.planner.predict.costs import of_stages, reducing_seconds
@@ -55,7 +54,7 @@ class Bounds:
     def __init__(self, predictor: Predictor, space: Space):
         self._predictor = predictor
         devices = {gpu.device for gpu in predictor.network.cluster.gpus}
-        fastest = min(devices, key=lambda device: compute_seconds(Work(1e15, 1e14, 1e12), device))
+        fastest = min(devices, key=typical_seconds)
         self._device = fastest.model_copy(update={"host_seconds": min(device.host_seconds for device in devices)})
         self.why_not_sharded: dict[int, str] = {}
         sizes = [predictor.capacity([device]) for device in devices]
