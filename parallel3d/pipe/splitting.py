@@ -214,7 +214,7 @@ class LayerSplitter:
         # "auto" depends on a stage's size, which is not known yet: count the larger case, without these reductions.
         chosen = config.zero_optimization.reduce_per_micro_batch is True
         policy = replace(policy, reduce_per_micro_batch=policy.stage >= 2 and chosen)
-        replicas, moments = self._context.groups.data.size, _moments(config)
+        replicas, moments = self._context.groups.data.size, configured_moments(config)
         frozen = [sum(p.nbytes for p in own if not p.requires_grad) for own in self._parameters]
         state = [predict_state(own, policy, replicas, moments) for own in infos]
         return [s.steady + s.update + other for s, other in zip(state, frozen, strict=True)]
@@ -262,7 +262,7 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
     return parameter if parameter.is_meta else nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
 
-def _moments(config: Config) -> int:
+def configured_moments(config: Config) -> int:
     """Return the elements of optimizer state per parameter element; 2, as for Adam, if the optimizer is not known."""
     if config.optimizer is None:
         return 2

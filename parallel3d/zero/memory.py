@@ -204,7 +204,7 @@ class UpdateTraffic(NamedTuple):
 
 
 def update_traffic(
-    parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int, moments: int = 2
+    parameters: Sequence[ParameterInfo], policy: ZeroPolicy, data_size: int, moments: int
 ) -> UpdateTraffic:
     """Return the bytes that an update of a rank's parameters moves.
 

@@ -72,7 +72,8 @@ class SplitLayout(Chunks):
     """A layout whose layers are split into chunks, with all that the seconds of its step depend on.
 
     - layers: profiles of the layers on a rank, for micro-batches of 1/`samples` of the layout's.
-    - stages: parameters of each stage, and policies: of each; buckets: of their gradients.
+    - stages: parameters of each stage, and policies: of each; buckets: of their gradients; moments: elements of optimizer state
+      for each of a parameter.
     - compute_times: times of the chunks without reductions of gradients beside them.
     - sharded: weights that live as shards; None if all are whole, and in rough predictions.
     """
@@ -84,6 +85,7 @@ class SplitLayout(Chunks):
     policies: Sequence[ZeroPolicy]
     stages: Sequence[Sequence[ParameterInfo]]
     buckets: Buckets
+    moments: int
     sharded: ShardedWeights | None = None
 
     @property
@@ -144,7 +146,7 @@ class SplitLayout(Chunks):
 
         Offloaded state is copied in both directions at once, while other state is updated.
         """
-        moved = update_traffic(self.stages[stage], self.policies[stage], self.layout.replicas)
+        moved = update_traffic(self.stages[stage], self.policies[stage], self.layout.replicas, self.moments)
         rates = "memory_bandwidth", "host_bandwidth", "host_memory_bandwidth", "disk_bandwidth"
         return max(nbytes / self.links.slowest(rate, stage) for nbytes, rate in zip(moved, rates, strict=True))
 

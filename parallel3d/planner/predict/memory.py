@@ -17,13 +17,14 @@ from parallel3d.kernels.reduce_scatter import ReduceScatter
 from parallel3d.kernels.workspace import WORLD_SIZES
 from parallel3d.optim.optimizers import empty_optimizer, step_bytes
 from parallel3d.parameters import ParameterInfo
+from parallel3d.pipe.splitting import configured_moments
 from parallel3d.planner.predict.chunk_memory import ChunkMemory, MemoryReplay, chunk_memory
 from parallel3d.planner.predict.chunks import Chunks
 from parallel3d.planner.predict.profile import ModelProfile, frozen_infos
 from parallel3d.planner.search.result import StageMemory
 from parallel3d.schedule.memory import ChunkBytes
 from parallel3d.specs import TiedLayerSpec
-from parallel3d.zero.memory import communicated_bytes, moments_of, piece_sizes, predict_state, unit_sizes
+from parallel3d.zero.memory import communicated_bytes, piece_sizes, predict_state, unit_sizes
 from parallel3d.zero.policy import ZeroPolicy
 
 # cuBLAS's workspace, of Hopper's size (CUBLAS_WORKSPACE_CONFIG's documentation), which PyTorch allocates for each thread that
@@ -59,7 +60,8 @@ class _State(NamedTuple):
 class MemoryModel:
     """Predicts the memory of a model's layouts, with what chunks hold found once for all layouts that have the same chunks.
 
-    gaps: bytes of gaps between an allocator's blocks, over those of tensors at the peak.
+    gaps: bytes of gaps between an allocator's blocks, over those of tensors at the peak. moments: elements of optimizer state
+    for each of a parameter.
     """
 
     def __init__(self, model: ModelProfile):
@@ -69,8 +71,7 @@ class MemoryModel:
         given = model.config.optimizer
         # Adam stands in for an optimizer that the script brings.
         self._optimizer = empty_optimizer("AdamW", {}) if given is None else empty_optimizer(given.type, given.params)
-        moments = moments_of(self._optimizer)
-        self._moments = 2 if moments is None else moments
+        self.moments = configured_moments(model.config)
         adam = given is not None and given.type.lower() in ("adam", "adamw")
         is_rounded = model.device == "cuda" and model.precision.weights is not None
         self._steps_by_kernel = adam and is_rounded and model.config.kernels.optimizer_step
@@ -127,7 +128,7 @@ class MemoryModel:
         each = [self._chunk(one, 0, splits=False).held.saved for one in alone]
         # Alone each holds its output, which among others the next one may not need.
         share = self.held(layout)[0] / max(1, sum(each))
-        policy, moments = self.model.policy(layout.zero), self._moments or 2
+        policy, moments = self.model.policy(layout.zero), self.moments or 2
         alike = {id(layer): [ParameterInfo("", p, (0,)) for _, p in layer.parameters] for layer in layers}
         state = {key: predict_state(own, policy, layout.replicas, moments).steady for key, own in alike.items()}
         return [float(state[id(layer)]) for layer in layers], [share * nbytes for nbytes in each]
@@ -208,7 +209,7 @@ class MemoryModel:
             policy = model.policy(layout.zero, replicas, [*infos, *frozen])
             early = {parameter for layer in own for name, parameter in layer.parameters if name in layer.early}
             others = self._untrained(own, frozen, policy, replicas)
-            state = predict_state(infos, policy, replicas, self._moments, early if splits else set(), frozen)
+            state = predict_state(infos, policy, replicas, self.moments, early if splits else set(), frozen)
             shared = state.weights if self._steps_by_kernel and layout.zero and replicas in WORLD_SIZES else 0
             total, largest = piece_sizes(infos, policy, replicas) if self._copies else (0, 0)
             if policy.offload is not None:

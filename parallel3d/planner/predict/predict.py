@@ -220,8 +220,8 @@ class Predictor:
         buckets = (rough_buckets if roughly else make_buckets)(stages, count, policies[0], layout.replicas)
         units = layer_units(profile.specs, layers) if layout.zero == 3 and not roughly else ()
         sharded = sharded_weights(chunks, policies, layers, units, stages, frozen) if units else None
-        where = layout, chunks.placement, chunks.bounds
-        return SplitLayout(*where, links, layers, samples, times, policies, stages, buckets, sharded)
+        where, moments = (layout, chunks.placement, chunks.bounds), self.memory_model(layout.units).moments
+        return SplitLayout(*where, links, layers, samples, times, policies, stages, buckets, moments, sharded)
 
     def links(self, layout: Layout, places: Sequence[int] | None = None) -> LayoutLinks:
         """Return the links of the layout's ranks. places: see predict."""

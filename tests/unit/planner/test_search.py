@@ -482,3 +482,17 @@ def test_sharded_weights_are_planned_where_they_are_asked_for() -> None:
     assert 0 < three.memory[0].parts["gathered"] <= 2 * 10_000_000
     assert three.seconds > two.seconds
     assert "zero3" not in best("dp4,mb1,ckpt1").layout
+
+
+@pytest.mark.parametrize(("name", "moments"), [("SGD", 0), ("Adagrad", 1), ("Adam", 2)])
+def test_an_update_is_timed_by_the_state_that_the_optimizer_keeps(name: str, moments: int) -> None:
+    """By hand, for each element: the fp32 gradient three times, master and moments twice, the bf16 weight once."""
+
+    def seconds(optimizer: str) -> float:
+        config = {**DEFAULTS, "optimizer": {"type": optimizer, "params": {"lr": 1e-3}}}
+        model = replace(small_model(), config=config)
+        planner = Planner(model, load_cluster("4xH100"), 16)
+        return planner.predictor.split(Layout(replicas=4, micro_batches=4)).update_seconds(0)
+
+    expected = (3 * 4 + 2 * (1 + moments) * 4 + 2) / (3 * 4 + 2 * 3 * 4 + 2)
+    assert seconds(name) / seconds("AdamW") == pytest.approx(expected, rel=1e-6)

@@ -151,10 +151,10 @@ def test_an_update_moves_gradients_masters_moments_and_weights():
     """By hand, for each element of a shard: the gradient three times, master and two moments twice, the weight once."""
     infos = [ParameterInfo("layers.0.weight", nn.Parameter(torch.empty(1000, device="meta")), (0,))]
     half = ZeroPolicy(1, 5000, torch.bfloat16)
-    assert update_traffic(infos, half, data_size=4).on_device == 256 * (
+    assert update_traffic(infos, half, 4, moments=2).on_device == 256 * (
         3 * 4 + 2 * 3 * 4 + 2
     )  # 1024 elements with padding
-    assert update_traffic(infos, replace(half, weight_dtype=None), data_size=4).on_device == 256 * (3 * 4 + 2 * 3 * 4)
+    assert update_traffic(infos, replace(half, weight_dtype=None), 4, moments=2).on_device == 256 * (3 * 4 + 2 * 3 * 4)
 
 
 def test_units_are_the_layers_whose_weights_live_as_shards_frozen_ones_included():
