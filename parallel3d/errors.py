@@ -71,7 +71,7 @@ def note_place(error: Exception, place: str) -> None:
 
 
 def message_of(error: Exception) -> str:
-    """Return what other ranks are told of an error: its message, with its type if it is not of this package."""
+    """Return what is sent to other ranks about an error: its message, with its type if it is not of this package."""
     return str(error) if isinstance(error, Parallel3DError) else f"{type(error).__name__}: {error}"
 
 

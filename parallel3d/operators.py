@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Numbers(Generic[T]):
-    """Numbers of objects. A graph holds numbers and tensors alone, so an operator is told the number of its object.
+    """Numbers of objects. A graph holds numbers and tensors alone, so an operator gets the number of its object.
 
     No object is held: one that is gone has no number any more.
     """

@@ -119,7 +119,7 @@ class RandomStreams:
 
     - seed: a tuple of integers, the same on all ranks.
     - device: whose generator is seeded besides the CPU's.
-    - own_streams: those of this rank's shards, which begin anew in each layer.
+    - own_streams: those of this rank's shards, which restart in each layer.
     """
 
     def __init__(self, seed: tuple[int, ...], device: torch.device, own_streams: OwnStreams):

@@ -95,7 +95,7 @@ class Port:
         """Give gradients of the weight and of the bias to the sink; what it doesn't take is left for autograd."""
         for k, recipe in enumerate(recipes if self.is_reached else ()):
             parameter: Any = self._parameters[k]
-            # PyTorch 2.11 does not compile anew when a parameter is frozen.
+            # PyTorch 2.11 does not compile again when a parameter is frozen.
             if recipe is None or parameter is None or not parameter.requires_grad:
                 continue
             value = self.sink.route(parameter, self._edges[k], recipe)

@@ -372,7 +372,7 @@ class GradientSink:
             self._take is None
             or torch.is_grad_enabled()  # create_graph=True: a gradient to differentiate
             or parameter not in self._ledger
-            or _num_hooks(parameter) > 2  # there are hooks of the user's beside the sink's
+            or _num_hooks(parameter) > 2  # there are hooks of the user's besides the sink's
             or not accumulates(edge[0])
         ):
             return gradient.value()

@@ -234,7 +234,7 @@ class _SplitForward:
     """Has the replacement of one layer's `forward`, its own method `forward`.
 
     It is an object's, not a closure: a copy or pickle of the layer must call the copy, whose parameters no sink knows. It is
-    a method, because torch.compile would compile anew for each object that is called itself.
+    a method, because torch.compile would compile again for each object that is called itself.
     """
 
     def __init__(self, layer: Any, port: Port):

@@ -163,7 +163,7 @@ def export_checkpoint(
         tensor = reader.tensors[source]
         if known is None:
             targets[source] = all_of(name, *tensor.shape), tensor.torch_dtype
-        elif name in known["names"]:  # the others are buffers, which their layers make anew
+        elif name in known["names"]:  # the others are buffers, which their layers make again
             targets[source] = TypeAdapter(Stored).validate_python(known["names"][name]), tensor.torch_dtype
     if not targets:
         raise CheckpointError(f"{checkpoint} holds no weights")

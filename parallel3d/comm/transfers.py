@@ -1,4 +1,4 @@
-"""Copies between devices and host memory, in both directions at once and beside the computations."""
+"""Copies between devices and host memory, in both directions at once, which overlap with computations."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def read_text(path: Path) -> str:
 def bounded(content: _T, name: object) -> _T:
     """Return the content as it is. Raises ConfigError, with the dotted key, if it is too large, too deep, or holds itself.
 
-    Each mention of a YAML's alias counts anew, as it does for whoever walks through the content.
+    Each mention of a YAML's alias counts again, as it does for whoever walks through the content.
     """
 
     def inside(value: object, where: str) -> Iterable[tuple[object, str]]:

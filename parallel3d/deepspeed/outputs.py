@@ -81,7 +81,7 @@ class WritingEngine(Engine):
         return super().train(mode)
 
     def save_checkpoint(self, save_dir: Location, *args: Any, **kwargs: Any) -> bool:
-        """Do what Engine's does, and write zero_to_fp32.py beside the checkpoints."""
+        """Do what Engine's does, and write zero_to_fp32.py next to the checkpoints."""
         self.reports.monitor.pause()
         super().save_checkpoint(save_dir, *args, **kwargs)
         with suppress(OSError):  # the checkpoint is what counts

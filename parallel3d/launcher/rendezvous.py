@@ -223,7 +223,7 @@ class SeveralHosts(DynamicRendezvousHandler):
 
 
 def check_clocks(hosts: Sequence[str], clocks: Sequence[float]) -> None:
-    """Raise ExecutionError if hosts' times, in seconds and told at one moment, differ: torch's rendezvous compares them."""
+    """Raise ExecutionError if hosts' times, in seconds and read at one moment, differ: torch's rendezvous compares them."""
     ahead, (first, last) = max(clocks) - min(clocks), [hosts[clocks.index(end(clocks))] for end in (min, max)]
     if ahead > _LAST_CALL_S:
         raise ExecutionError(

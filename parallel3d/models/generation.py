@@ -138,7 +138,7 @@ def generate(
 
 
 def _agree(module: PipelineModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> Request:
-    """Return the request. Raises ConfigError on all ranks if one can't generate, or is told to generate something else."""
+    """Return the request. Raises ConfigError on all ranks if one can't generate, or got other arguments."""
     replica, problem, digest, common = module.groups.coordinate("data"), None, "", None
     try:
         request = Request.of(inputs, options)

@@ -147,7 +147,7 @@ class MemoryRecorder:
 
 
 class RunMemory:
-    """Peak memory of a CUDA device in each run of a layer. most: bytes of each run that has ended, without those told.
+    """Peak memory of a CUDA device in each run of a layer. most: bytes of each run that has ended, without `beside`.
 
     beside: bytes that don't count, such as gathered weights, which change at the boundaries between runs alone.
     """

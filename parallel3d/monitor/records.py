@@ -173,7 +173,7 @@ def time_for_host(records: Sequence[StepRecord]) -> float:
     """Return the share of the compute instructions' time in which a rank's device waits for the host. records: of the rank.
 
     So it does in an instruction that it has done almost as soon as the host has launched it. (The host's own time doesn't tell:
-    where launches are far ahead of the device, the host waits too, as only so many can be queued.)
+    where launches are far ahead of the device, the host waits too, as the queue is bounded.)
     """
     waited = total = 0.0
     for record in records:

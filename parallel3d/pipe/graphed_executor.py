@@ -26,7 +26,7 @@ from parallel3d.schedule.instructions import Instruction, Op, Program
 
 # Times that a program runs before it is captured.
 WARM_UP = 2
-# Number of shapes after which a warm-up begins anew: inputs with a value that always changes have a new signature each time.
+# Number of shapes after which a warm-up starts over: inputs with a value that always changes have a new signature each time.
 _MOST_SHAPES = 4096
 
 
@@ -75,7 +75,7 @@ class GraphedExecutor(Executor):
 
     A micro-batch of other shapes runs without graphs, and so does a program of another number of micro-batches until it runs
     three times in a row. If no micro-batch has the shapes that were captured at its place any more, or parameters are frozen,
-    or trained again, it is captured anew. Only shapes that have run before are captured: for others, layers may still have to
+    or trained again, it is captured again. Only shapes that have run before are captured: for others, layers may still have to
     be compiled.
 
     prepare: called with the modules of a chunk in each step, outside of graphs: it computes from weights what stays in a step.

@@ -40,7 +40,7 @@ def can_gather_in_fp8(config: Config) -> bool:
 def mark_weights(module: nn.Module, linears: Collection[nn.Module]) -> None:
     """Let buckets that are made from now on gather the weights of these fp8 linears of a module in fp8, and no other ones.
 
-    Not those that others may read: parameters that a module holds beside the linear, those of linears with hooks, and of
+    Not those that others may read: parameters that a module holds besides the linear, those of linears with hooks, and of
     linears whose weights the forward of a module around them reads, as nn.MultiheadAttention does.
     """
     for parameter in module.parameters():

@@ -103,7 +103,7 @@ class HostShards:
         self._read_ahead()
 
     def _read_ahead(self) -> None:
-        """Start reads while a buffer is free, beside the one that is in use."""
+        """Start reads while a buffer is free besides the one that is in use."""
         while self._coming and len(self._ahead) < self._count - 1 and self._staging.is_free():
             last = self._on_disk[self._coming[0].data_ptr()]
             if last is not None and last.written is not None and not last.written.done():

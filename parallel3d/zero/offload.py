@@ -220,7 +220,7 @@ class OffloadedState:
         yield from coming
 
     def _bring(self, bucket: Bucket, span: Span, staged: StagingBuffer | None, buffer: _Buffer) -> _Visit:
-        """Start to copy a span's state into a buffer. What the optimizer makes anew waits for the buffer, too."""
+        """Start to copy a span's state into a buffer. What the optimizer makes again waits for the buffer, too."""
         visit = _Visit(bucket, span, buffer, staged, arrived=buffer.free)
         if staged is not None:
             staged.wait()

@@ -1,6 +1,6 @@
 """All-gathers among ranks of one host as copies out of each other's memory, which occupy no multiprocessor.
 
-Each rank keeps its shards in memory that all map. It copies the shards of the others by a stream of its own, beside its compute
+Each rank keeps its shards in memory that all map. It copies the shards of the others by a stream of its own, during its compute
 kernels. Before and after the copies the ranks meet on the device: from the first meeting on the shards have their values, and
 after the second one they may be written. NCCL's kernels would take multiprocessors from the layers that run meanwhile.
 """

@@ -22,7 +22,7 @@ from parallel3d.errors import CheckpointError
 
 Location = str | os.PathLike[str]
 
-# Saved beside checkpoints.
+# Saved next to checkpoints.
 SCRIPT = '''"""Writes the fp32 weights of a checkpoint in this directory: `python zero_to_fp32.py . OUTPUT_DIR`."""
 
 from parallel3d.deepspeed.utils.zero_to_fp32 import *

@@ -249,7 +249,7 @@ class _Bench:
         slowest, reduced = (max(times) for times in zip(*all_gather_object(alone, self.groups.control), strict=True))
         repeats = max(2, int(seconds / slowest))
         buffer = self.ones(self.effort.messages[-1]).zero_()
-        # Twice what the GEMMs take alone, so that none runs without an all-reduce beside it.
+        # Twice what the GEMMs take alone, so that an all-reduce overlaps each of them.
         works = [all_reduce(buffer, self.groups.world) for _ in range(ceil(2 * repeats * slowest / reduced))]
         beside = self._timed(gemm, repeats)
         for work in works:

@@ -99,7 +99,7 @@ def measured_name(device: str) -> str:
 def load_cluster(given: str | Path | Mapping[str, Any]) -> Cluster:
     """Return the cluster that a YAML file, a mapping with the same keys, or a short form describes.
 
-    Short forms: "8xH100" or "dgx-h100", one host; "128x8xH100", 128 hosts with a network card beside each GPU, on rails.
+    Short forms: "8xH100" or "dgx-h100", one host; "128x8xH100", 128 hosts with a network card near each GPU, on rails.
     The keys of a file: schema.py. Raises ConfigError, with the remedy, for unknown keys, impossible
     quantities, no GPUs, and GPUs that can't reach each other.
     """

@@ -74,7 +74,7 @@ class SplitLayout(Chunks):
     - layers: profiles of the layers on a rank, for micro-batches of 1/`samples` of the layout's.
     - stages: parameters of each stage, and policies: of each; buckets: of their gradients; moments: elements of optimizer state
       for each of a parameter.
-    - compute_times: times of the chunks without reductions of gradients beside them.
+    - compute_times: times of the chunks without overlapping reductions of gradients.
     - sharded: weights that live as shards; None if all are whole, and in rough predictions.
     """
 
@@ -119,7 +119,7 @@ class SplitLayout(Chunks):
     def reducing(self) -> Floats:
         """Seconds by which a backward of each chunk is longer if gradients are reduced in every micro-batch, [2, chunks].
 
-        The first row is slower compute beside the collectives, the second adding up the part that the rank keeps.
+        The first row is compute slowed by overlapping collectives, the second adding up the part that the rank keeps.
         """
         added = partial(reducing_seconds, self.policy, self.links)
         return np.array(list(map(added, self.buckets.of_chunk, self.placement))).T
@@ -188,7 +188,7 @@ def wire_bytes(policy: ZeroPolicy) -> int:
 def reducing_seconds(policy: ZeroPolicy, links: LayoutLinks, numels: Sequence[int], stage: int) -> tuple[float, float]:
     """Return the seconds by which a backward that reduces buckets of these elements is longer; none if it reduces nothing.
 
-    The first number is slower compute beside the collectives, the second adding up the part that the rank keeps.
+    The first number is compute slowed by overlapping collectives, the second adding up the part that the rank keeps.
     """
     replicas = links.shape[1]
     if not policy.reduce_per_micro_batch or replicas == 1:

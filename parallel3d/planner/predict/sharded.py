@@ -62,7 +62,7 @@ class ShardedWeights:
         }
 
     def overlap(self, links: LayoutLinks) -> float:
-        """Return the factor by which compute is slower beside gathers: by their collectives alone, not by copies of shards."""
+        """Return the factor by which overlapping gathers slow compute: their collectives do, copies of shards don't."""
         every = (_gather(size, links, stage) for stage, own in enumerate(self.sizes) for size in own.values())
         copied, gathered = map(sum, zip((0.0, 0.0), *every, strict=True))
         return 1.0 + (links.overlap - 1.0) * gathered / (copied + gathered) if gathered else 1.0

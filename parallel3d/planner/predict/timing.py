@@ -20,7 +20,7 @@ from parallel3d.schedule.instructions import Op
 def exchange_seconds(
     exchange: Exchange, device: Device, seconds_of: Callable[[Collective], float], overlap: float, samples: int = 1
 ) -> float:
-    """Return the seconds that an exchange adds to its work: waiting for collectives, and slower compute beside them.
+    """Return the seconds that an exchange adds to its work: waiting for collectives, and compute that they slow.
 
     seconds_of: seconds of a collective; overlap: see Cluster; samples: see compute_seconds.
     """

@@ -129,7 +129,7 @@ def trade_off_chart(result: PlanResult, standalone: bool = False) -> Markup | No
     )
 
 
-# Points of a line are thinned out to the least and the most of each of so many parts of its x axis.
+# Points of a line are thinned out to the least and the most of each part of its x axis, of this number.
 _PARTS = 500
 
 

@@ -1,4 +1,4 @@
-"""The report as files: one HTML page that needs nothing beside itself (no file, network or server), drawings and JSON."""
+"""The report as files: one self-contained HTML page (it needs no other file, network or server), drawings and JSON."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class Bounds:
         unsplit = Layout(tensor_ranks=tensor_ranks)
         (whole,) = profile.stage_parameters(Chunks.one(unsplit, len(profile.specs)))
         sizes = np.array([info.parameter.numel() for info in whole])
-        # At least so many buckets: each has the most elements that one may have, or a larger parameter.
+        # The least number of buckets: each has the most elements that one may have, or a larger parameter.
         limit = bucket_limit(int(sizes.sum()), policy, policy.num_shards(replicas))
         count = max(1, int(np.minimum(1.0, sizes / limit).sum()))
         each = (int(sizes.sum()) // count,)
