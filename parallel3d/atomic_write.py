@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a path to write to, which then takes the place of `path`: nobody ever sees a part of the file.
 
     If several processes do so at once, the last one's file stays. Raises OSError.
@@ -23,7 +23,7 @@ def whole(path: Path) -> Iterator[Path]:
         raise
 
 
-def write_whole(path: Path, text: str) -> None:
+def atomic_write(path: Path, text: str) -> None:
     """Write `text` to `path`, over what is there, all at once. Raises OSError."""
-    with whole(path) as part:
+    with atomic_path(path) as part:
         part.write_text(text, encoding="utf-8")

@@ -238,7 +238,7 @@ def plant(fault: str, rank: int, directory: Path, attempt: int, processes: dict[
     end = time.monotonic() + QUIET
     if fault in HARMLESS:
         order = directory / f"order.{rank}"
-        with atomic_write.whole(order) as part:
+        with atomic_write.atomic_path(order) as part:
             part.write_text(fault)
         while order.exists() and time.monotonic() < end:
             time.sleep(0.02)

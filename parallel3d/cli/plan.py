@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from parallel3d.atomic_write import write_whole
+from parallel3d.atomic_write import atomic_write
 from parallel3d.config.layout import PartialLayout, given_section, parse_layout
 from parallel3d.costs.forked import ForkedCalls
 from parallel3d.errors import ConfigError
@@ -184,7 +184,7 @@ def _write(result: PlanResult, directory: Path) -> list[Path]:
         for name in (*texts, *SCRIPTS):
             (directory / name).unlink(missing_ok=True)
         for name, text in (texts | scripts).items() if result.best else ():
-            write_whole(directory / name, text)
+            atomic_write(directory / name, text)
             (directory / name).chmod(0o755 if name in scripts else 0o644)
             written.append(directory / name)
     except OSError as error:

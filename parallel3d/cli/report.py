@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from parallel3d.atomic_write import write_whole
+from parallel3d.atomic_write import atomic_write
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.traces import MERGED, merge_traces
 from parallel3d.planner.report.run import read_run, run_page
@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
     if options.serve is None:
         out: Path = options.out or directory / "report.html"
         try:
-            write_whole(out, page)
+            atomic_write(out, page)
         except OSError as error:
             raise ConfigError(f"{out} can't be written ({error.strerror}); give --out another file") from error
         print(f"written: {out}")

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from parallel3d.atomic_write import write_whole
+from parallel3d.atomic_write import atomic_write
 from parallel3d.deepspeed.profiling.flops_profiler import counting
 from parallel3d.deepspeed.utils.zero_to_fp32 import SCRIPT
 from parallel3d.engine.engine import Engine
@@ -86,7 +86,7 @@ class WritingEngine(Engine):
         super().save_checkpoint(save_dir, *args, **kwargs)
         with suppress(OSError):  # the checkpoint is what counts
             if self.process_groups.rank == 0:
-                write_whole(Path(save_dir) / "zero_to_fp32.py", SCRIPT)
+                atomic_write(Path(save_dir) / "zero_to_fp32.py", SCRIPT)
         return True
 
     def load_checkpoint(

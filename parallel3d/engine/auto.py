@@ -12,7 +12,7 @@ from statistics import median
 import torch
 from pydantic import ValidationError
 
-from parallel3d.atomic_write import write_whole
+from parallel3d.atomic_write import atomic_write
 from parallel3d.comm.collectives import all_gather_object
 from parallel3d.config import PipelineConfig
 from parallel3d.errors import ConfigError, ScheduleError
@@ -105,7 +105,7 @@ class AutoSchedule:
         self._memory = None
         if first and self._config.plan is not None:
             try:
-                write_whole(Path(self._config.plan), plan.model_dump_json(indent=1) + "\n")
+                atomic_write(Path(self._config.plan), plan.model_dump_json(indent=1) + "\n")
             except OSError as error:
                 warnings.warn(
                     f"pipeline.plan '{self._config.plan}' could not be written: {error}; the run continues with the plan",

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from parallel3d.activity import Phase
-from parallel3d.atomic_write import write_whole
+from parallel3d.atomic_write import atomic_write
 from parallel3d.autograd.recomputation import Checkpointer
 from parallel3d.comm.collectives import all_gather_object
 from parallel3d.config import SELECTIVE, Config, leaves_open
@@ -154,7 +154,7 @@ class Reports:
                     raise ConfigError("write_run_record needs a directory on rank 0")
                 record.write(Path(directory))
                 timeline = StepTimeline.of(steps[-1], self._groups.topology)
-                write_whole(Path(directory) / TIMELINE, timeline.model_dump_json() + "\n")
+                atomic_write(Path(directory) / TIMELINE, timeline.model_dump_json() + "\n")
             except (OSError, ConfigError) as error:
                 problem = f"the run record could not be written into '{directory}': {error}; name a directory that is writable"
         problem = all_gather_object(problem, self._groups.control)[0]

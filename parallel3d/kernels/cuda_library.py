@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from parallel3d.atomic_write import whole
+from parallel3d.atomic_write import atomic_path
 from parallel3d.errors import KernelError
 
 _HERE = Path(__file__).parent
@@ -94,7 +94,7 @@ def build(directory: Path | None = None, sources: list[Path] | None = None) -> P
         raise KernelError(f"there is no nvcc to compile CUDA kernels; {REMEDY}")
     try:
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        with whole(path) as part:
+        with atomic_path(path) as part:
             if not _copy_cached(path.name, part):
                 _compile(nvcc, [str(source) for source in sources if source.suffix == ".cu"], part)
             part.chmod(0o755)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
-from parallel3d.atomic_write import write_whole
+from parallel3d.atomic_write import atomic_write
 from parallel3d.comm.topology import ProcessTopology, pipelines_of
 from parallel3d.config import without_removed
 from parallel3d.config.files import explain
@@ -120,7 +120,7 @@ class RunRecord(Layout):
     def write(self, directory: Path) -> Path:
         """Write the file atomically into this directory, which is created if needed, and return its path. Raises OSError."""
         directory.mkdir(parents=True, exist_ok=True)
-        write_whole(directory / FILE_NAME, self.model_dump_json(indent=1) + "\n")
+        atomic_write(directory / FILE_NAME, self.model_dump_json(indent=1) + "\n")
         return directory / FILE_NAME
 
 

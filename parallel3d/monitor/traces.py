@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from parallel3d.atomic_write import whole
+from parallel3d.atomic_write import atomic_path
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.steps import clock_offset
@@ -63,7 +63,7 @@ def merge_traces(directory: Path, out: Path) -> int:
     traces = sorted(map(_read, files), key=lambda trace: trace[_OWN_KEY]["rank"])
     base, numbers = min(trace["baseTimeNanoseconds"] for trace in traces), count(1)
     events = [event for trace in traces for event in _moved(trace, base, numbers)]
-    with whole(out) as part, gzip.open(part, "wt", encoding="utf-8", compresslevel=3) as file:
+    with atomic_path(out) as part, gzip.open(part, "wt", encoding="utf-8", compresslevel=3) as file:
         json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
     return len(traces)
 

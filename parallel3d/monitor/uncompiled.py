@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from parallel3d.atomic_write import write_whole
+from parallel3d.atomic_write import atomic_write
 from parallel3d.autograd.first_shapes import FirstShapes
 from parallel3d.monitor.run_record import StoredModel, read_stored
 
@@ -51,7 +51,7 @@ def _write(functions: Sequence[FirstShapes], file: Path) -> None:
         return
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, _Uncompiled(calls=tuple((*key, n) for key, n in calls.items())).model_dump_json() + "\n")
+        atomic_write(file, _Uncompiled(calls=tuple((*key, n) for key, n in calls.items())).model_dump_json() + "\n")
     except OSError as error:
         warnings.warn(f"the calls of compiled layers that ran uncompiled can't be written: {error}", stacklevel=2)
 

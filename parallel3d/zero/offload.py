@@ -110,7 +110,7 @@ class OffloadedState:
         return allocate_slab(self._longest * itemsize, self._settings.pin)
 
     def after_step(self) -> None:
-        """With ratio "auto", move the state to the device that it has had no use for the memory of in the first steps."""
+        """With ratio "auto", move as much state back to the device as fits what the first steps left unused of its memory."""
         self._steps += 1
         if not self._settings.is_auto or self._steps != _MEASURED_STEPS:
             return

@@ -13,7 +13,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from parallel3d.atomic_write import write_whole
+from parallel3d.atomic_write import atomic_write
 from parallel3d.costs.devices import Device
 from parallel3d.errors import ConfigError
 from parallel3d.monitor.run_record import RunRecord, StoredModel, read_stored
@@ -155,7 +155,7 @@ class Calibration(StoredModel):
 
     def write(self, path: Path) -> None:
         """Write it as JSON, whole or not at all. Raises OSError."""
-        write_whole(path, self.model_dump_json(indent=1) + "\n")
+        atomic_write(path, self.model_dump_json(indent=1) + "\n")
 
 
 def read_calibration(path: str | Path) -> Calibration:

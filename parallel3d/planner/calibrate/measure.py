@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import yaml
 
-from parallel3d.atomic_write import write_whole
+from parallel3d.atomic_write import atomic_write
 from parallel3d.costs.devices import preset_of
 from parallel3d.errors import ConfigError, ExecutionError
 from parallel3d.launcher.ranks import run_ranks
@@ -59,7 +59,7 @@ def measure_cluster(path: str | Path | None = None, processes: int | None = None
     except ExecutionError as error:
         raise ExecutionError(f"measuring with {count} processes failed: {error}") from error
     content = yaml.safe_dump(describe(measured), sort_keys=False, default_flow_style=None, width=120)
-    write_whole(target, _HEADER + content)
+    atomic_write(target, _HEADER + content)
     return target
 
 
