@@ -4,6 +4,6 @@ format.py describes the files. These functions need only files, not an engine: `
 `check_complete` for directories; `Reader(path)` with `.manifest`, `.tensors`, `.read(name)` and `.verify_all()` for tensors.
 """
 
-from parallel3d.checkpoint.directory import Found, check_complete, complete_checkpoints, find, latest_tag
+from parallel3d.checkpoint.directory import CompleteCheckpoint, check_complete, complete_checkpoints, find, latest_tag
 from parallel3d.checkpoint.format import MASTER, MODEL, OPTIMIZER, Manifest
 from parallel3d.checkpoint.read import Reader

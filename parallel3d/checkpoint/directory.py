@@ -54,8 +54,8 @@ def check_tag(tag: object) -> str:
 
 
 @dataclass(frozen=True)
-class Found:
-    """A complete checkpoint."""
+class CompleteCheckpoint:
+    """Tag, directory and manifest of a checkpoint whose files are all there."""
 
     tag: str
     path: Path
@@ -86,12 +86,12 @@ def saved(save_dir: Path) -> Iterator[tuple[str, Path]]:
             yield tag, folder / "old"
 
 
-def complete_checkpoints(save_dir: Path) -> list[Found]:
+def complete_checkpoints(save_dir: Path) -> list[CompleteCheckpoint]:
     """Return the complete checkpoints of a directory in the order of their saves, whatever the clock showed."""
     found = []
     for tag, path in saved(save_dir):
         with suppress(CheckpointError):
-            found.append(Found(tag, path, check_complete(path)))
+            found.append(CompleteCheckpoint(tag, path, check_complete(path)))
     return sorted(found, key=lambda checkpoint: (checkpoint.manifest.order, checkpoint.manifest.saved))
 
 

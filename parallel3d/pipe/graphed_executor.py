@@ -51,7 +51,7 @@ class _Mode(Enum):
 
 
 @dataclass
-class _Work:
+class _CapturedWork:
     """Captured work of an instruction.
 
     - inputs, outputs: tensors at the addresses where the graph reads and writes.
@@ -89,7 +89,7 @@ class GraphedExecutor(Executor):
 
     def forget(self) -> None:
         """Drop the graphs: what they read or write is about to move, or other work is to be done."""
-        self._works: dict[Instruction, _Work] = {}
+        self._works: dict[Instruction, _CapturedWork] = {}
         self._captured: Program | None = None
         self._shapes: Sequence[int] = ()  # signatures of the micro-batches that were captured
         self._trained: list[tuple[nn.Parameter, bool]] = []  # whether each parameter was when it was captured
@@ -198,7 +198,7 @@ class GraphedExecutor(Executor):
 
     def _capture_forward(
         self, i: Instruction, inputs: tuple[Structure, list[Tensor]], labels: tuple[Structure, list[Tensor]]
-    ) -> _Work:
+    ) -> _CapturedWork:
         cell, number, m = (i.chunk, i.micro_batch), len(inputs[1]), i.micro_batch
         structure: Structure | None = None
 
@@ -255,7 +255,9 @@ class GraphedExecutor(Executor):
     def _layers(self, chunk: int) -> list[int]:
         return [call.layer for calls, _ in self._module.calls.groups(chunk) for call in calls]
 
-    def _capture(self, i: Instruction, tensors: Sequence[Tensor], run: Callable[[list[Tensor]], list[Tensor]]) -> _Work:
+    def _capture(
+        self, i: Instruction, tensors: Sequence[Tensor], run: Callable[[list[Tensor]], list[Tensor]]
+    ) -> _CapturedWork:
         """Capture `run`, which gets tensors like these at addresses of the graph, and returns its results."""
         sink, batch, layers = self._reducer.sink, self._batch, self._layers(i.chunk)
         touched = sink.touched()
@@ -270,10 +272,10 @@ class GraphedExecutor(Executor):
             raise ExecutionError(f"it can't be captured as a CUDA graph: {first_line_of(error)}; {REMEDY}") from error
         finally:
             self._batch = batch
-        work = self._works[i] = _Work(graph, inputs, outputs, touched, sink.touched() - touched)
+        work = self._works[i] = _CapturedWork(graph, inputs, outputs, touched, sink.touched() - touched)
         return work
 
-    def _replay(self, i: Instruction, work: _Work, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _replay(self, i: Instruction, work: _CapturedWork, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Run captured work on these tensors, and return copies of its outputs: the next graphs reuse their memory.
 
         Raises ExecutionError if micro-batches of other shapes have given gradients to other parameters than those it was
