@@ -245,8 +245,14 @@ def test_links_of_the_architecture_page_lead_to_what_they_name():
                 scope = next((n for n in inside if n.name == part), None) or pytest.fail(f"{link}: no {part}")
 
 
-def test_readme_gives_the_reading_order():
-    assert "docs/architecture.md" in (DOCS.parent / "README.md").read_text(encoding="utf-8")
+def test_readme_and_the_architecture_page_give_the_same_reading_order():
+    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    assert "(docs/architecture.md)" in readme
+    listed = page.partition("## Reading order")[2].partition("\n## ")[0]
+    order = ("instructions", "builders", "specs", "executor", "sink", "buckets", "reducer", "engine", "timing", "costs")
+    for text in (readme.partition("The reading order is")[2], listed):
+        assert list(re.finditer(".*?".join(map(re.escape, order)), text, re.DOTALL)), text
 
 
 def test_the_architecture_page_has_the_layers_that_import_linter_checks():
