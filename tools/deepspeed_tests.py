@@ -6,6 +6,7 @@ its tests/unit (default: MODULES). No GPU is needed. A test that takes longer th
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import os
@@ -16,7 +17,6 @@ import sys
 import time
 import zipfile
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -63,15 +63,19 @@ def _note(*words: str) -> None:
         file.write(json.dumps(words) + "\n")
 
 
-def main(arguments: Sequence[str]) -> int:
+def main() -> int:
     """Run the tests, and print the counts of each file and the tests that fail."""
     from parallel3d.cli.deepspeed import write_wheel
 
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", type=Path, help="DeepSpeed's repository")
+    parser.add_argument("modules", nargs="*", default=MODULES, help="files or folders below its tests/unit")
+    options = parser.parse_args()
     total: Counter[str] = Counter()
     with TemporaryDirectory() as folder:
         # Without the checkout's own package, which its tests would import.
-        unit = Path(shutil.copytree(Path(arguments[0], "tests"), Path(folder, "tests"))) / "unit"
-        places = [unit / name for name in arguments[1:] or MODULES]
+        unit = Path(shutil.copytree(options.checkout / "tests", Path(folder, "tests"))) / "unit"
+        places = [unit / name for name in options.modules]
         files = [file for place in places for file in (sorted(place.rglob("test_*.py")) or [place])]
         with zipfile.ZipFile(write_wheel(Path(folder))) as wheel:
             wheel.extractall(folder)
@@ -129,4 +133,4 @@ def _run(file: Path, environment: dict[str, str]) -> dict[str, tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
