@@ -16,10 +16,8 @@ def run(options: argparse.Namespace) -> int:
     for name in ("models", "planner.predict.profile"):  # before the fork: all processes need them
         import_module(f"parallel3d.{name}")
     process, target = None, options.model
-    # On Linux alone: elsewhere a fork is not safe.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     # Layers of a user's function may hold weights, and be of classes that other processes haven't imported.
-    if cores > 1 and target and ":" not in target and not options.compare:
+    if len(os.sched_getaffinity(0)) > 1 and target and ":" not in target and not options.compare:
         process = ForkedCalls(["torch._dynamo"])
     from parallel3d.cli import plan  # it takes as long as those imports
 

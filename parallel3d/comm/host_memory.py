@@ -43,7 +43,7 @@ def host_capacity(limit_gib: float | None = None, proc: Path = Path("/proc/self"
     limits: dict[str, int] = {}
     if limit_gib is not None:
         limits["offload.host_memory_gib"] = int(limit_gib * _GIB)
-    with suppress(OSError):  # no Linux
+    with suppress(OSError):  # /proc is not mounted
         if limit_gib is None:
             limits.update(left for folder in _memory_cgroups(proc) for left in _left_in(folder))
         status = dict(line.split(":", 1) for line in (proc / "status").read_text().splitlines())

@@ -1,7 +1,6 @@
 """Start, watch and end the workers of this host, by torch's elastic agent.
 
-On Linux this process adopts orphaned descendants, reaps them as they end, and leaves none behind. Elsewhere the workers
-themselves still end, by their process groups.
+This process adopts orphaned descendants, reaps them as they end, and leaves none.
 """
 
 from __future__ import annotations
@@ -214,7 +213,7 @@ def launch(options: argparse.Namespace) -> int:
     options: of the command line, and `num_workers`, `uses_gpus` and `node`, a Node if the job has several hosts, else None.
 
     It is 0, or the code of the first rank that failed (128 + N for signal N), after a summary on stderr, or 128 + N if this
-    process got signal N. If it isn't 0, no process of the job is left, also where this process is killed on Linux. Raises
+    process got signal N. If it isn't 0, no process of the job is left, also where this process is killed. Raises
     ConfigError if the workers can't be started.
     """
     _set_environment(options)
@@ -290,7 +289,7 @@ def _run(options: argparse.Namespace, spare: set[int], remove_later: Callable[[s
 
 def _set_environment(options: argparse.Namespace) -> None:
     """Set the variables that the workers inherit; the agent adds the ranks."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     os.environ.update(local_job() if options.node is None else {})
     # An empty one means nothing to OpenMP, and each worker would take all cores.
     os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // options.num_workers))

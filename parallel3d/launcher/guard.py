@@ -1,7 +1,7 @@
 """Process that outlives a killed launcher: it ends what the ranks have started, and removes their temporary folder.
 
 `python guard.py JOB` does so at the end of its standard input, which it gets when the launcher is gone; each line is a folder.
-Processes of the job are those that have its name in their environment, as /proc shows it on Linux.
+Processes of the job are those that have its name in their environment, as /proc shows it.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import sys
 import time
 from collections.abc import Set
 from contextlib import suppress
@@ -22,14 +21,12 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 def adopt_orphans() -> None:
     """Make this process the parent of each descendant whose own parent dies, so that `children` finds it."""
-    if sys.platform == "linux":
-        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_with_parent() -> None:
     """Have the kernel send SIGTERM to this process when its parent ends, also if that is killed."""
-    if sys.platform == "linux":
-        _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
 
 def children() -> set[int]:
@@ -47,7 +44,7 @@ def reap(others: Set[int]) -> None:
     """Reap adopted children that have ended. others: children for which somebody else waits."""
     with suppress(ChildProcessError):  # there are none
         # Whether any has ended is cheap to ask. It is left to be waited for: it may be another's.
-        if sys.platform == "linux" and os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+        if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
             for pid in children() - others:
                 os.waitpid(pid, os.WNOHANG)
 

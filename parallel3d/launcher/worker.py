@@ -86,7 +86,7 @@ def print_lines() -> None:
 
 def _run(target: str, is_module: bool) -> None:
     path = os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))
-    if not getattr(sys.flags, "safe_path", False):  # python >= 3.11: the user wants no such entry
+    if not sys.flags.safe_path:  # else the user wants no such entry
         sys.path[0] = path
     if is_module:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
@@ -96,8 +96,7 @@ def _run(target: str, is_module: bool) -> None:
 
 def _die_with(launcher_pid: int) -> None:
     """Have the kernel kill this process when the launcher dies, even by SIGKILL."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != launcher_pid:  # it died before the line above
         sys.exit(f"the launcher, process {launcher_pid}, is gone")
 

@@ -39,7 +39,7 @@ def memory_in_use(device: torch.device) -> Mapping[str, int]:
         torch.cuda.reset_peak_memory_stats(device)
         return found
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    resident = int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if _STATM.exists() else peak
+    resident = int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return {"resident": resident, "peak": max(peak, resident)}
 
 
