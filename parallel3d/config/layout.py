@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from parallel3d.config.pipeline import SCHEDULES, SELECTIVE, RecomputationPolicy, SelectivePolicy
 from parallel3d.errors import ConfigError, nearest
@@ -73,8 +73,7 @@ class Layout(BaseModel):
 
     stages: _Count = 1
     replicas: _Count = 1
-    # Files written by earlier versions call it `slices`.
-    tensor_ranks: _Count = Field(default=1, validation_alias=AliasChoices("tensor_ranks", "slices"))
+    tensor_ranks: _Count = 1
     sequence_parallel: bool = False
     chunks: _Count = 1
     placement: Literal["loop", "v"] = "loop"

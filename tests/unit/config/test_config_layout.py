@@ -57,13 +57,6 @@ def test_fields_that_no_word_sets_are_open():
     assert layout.text == "TP4, zero0"
 
 
-def test_files_of_earlier_versions_have_another_name_of_tensor_parallel_ranks():
-    layout = Layout.model_validate({"stages": 2, "slices": 4})
-    assert layout == Layout(stages=2, tensor_ranks=4)
-    assert Layout.model_validate_json(layout.model_dump_json()) == layout
-    assert "slices" not in layout.model_dump()
-
-
 @given(layouts)
 def test_words_are_read_as_what_was_written(layout: Layout):
     layout = layout if layout.schedule != "zbv" else layout.model_copy(update={"placement": "v"})
