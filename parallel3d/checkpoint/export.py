@@ -27,6 +27,7 @@ from parallel3d.errors import CheckpointError, ConfigError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+GENERATION = "generation_config.json"
 MAX_FILE_BYTES = 5 * 10**9
 Json = dict[str, Any]
 
@@ -97,7 +98,10 @@ class HuggingFaceLayer(Protocol):
         """Return how each parameter is stored, by its name in the layer."""
 
     def config_json(self) -> Json:
-        """Return the whole model's config.json. Raises ConfigError if Hugging Face has no such architecture."""
+        """Return the whole model's config.json, and in it that of GENERATION under its name, if the model has one.
+
+        Raises ConfigError if Hugging Face has no such architecture.
+        """
 
 
 def huggingface_names(layers: nn.ModuleDict, global_name: Callable[[int, str], str]) -> Json | None:
@@ -207,7 +211,7 @@ def write_weights(
 
     - targets: how each parameter is stored, and its dtype.
     - tensors: the parameters by the keys of `targets`. If they come in that order, one file's tensors are held at a time.
-    - config: the content of config.json, without its dtype; None for no such file.
+    - config: what HuggingFaceLayer.config_json returns, without its dtype; None for no such files.
     - dtype: the dtype to which floating-point tensors are converted.
 
     Raises CheckpointError if a file can't be written; then, and after any other exception, nothing is left.
@@ -255,7 +259,7 @@ def _write_descriptions(
     file_of: Mapping[str, str],
     config: Mapping[str, Any] | None,
 ) -> None:
-    """Write the index of several files, and config.json, with the dtype that most of the elements have."""
+    """Write the index of several files, config.json with the dtype that most of the elements have, and GENERATION."""
     elements: Counter[torch.dtype] = Counter()
     for stored, dtype in targets:
         elements[dtype] += stored.numel
@@ -265,9 +269,11 @@ def _write_descriptions(
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     if config is not None:
         # Under the name that transformers 4 and 5 both read.
-        others = {key: value for key, value in config.items() if key != "dtype"}
+        others = {key: value for key, value in config.items() if key not in ("dtype", GENERATION)}
         content = _as_json({**others, "torch_dtype": elements.most_common(1)[0][0]})
         (directory / "config.json").write_text(content + "\n")
+        if GENERATION in config:
+            (directory / GENERATION).write_text(_as_json(config[GENERATION]) + "\n")
 
 
 def _assign_files(targets: Iterable[tuple[Stored, torch.dtype]], max_file_bytes: int) -> dict[str, str]:

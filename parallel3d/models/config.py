@@ -68,7 +68,7 @@ class DecoderConfig:
       empty if all layers attend to all.
     - tied: the head's weight is the embedding's. Dropouts act in training only.
     - depth_scaled_init: projections into the residual stream start smaller by sqrt(2 * num_layers), as GPT-2's.
-    - huggingface: the config.json from which it was read.
+    - huggingface: the config.json from which it was read, see HuggingFaceLayer.config_json.
 
     Raises ConfigError for sizes that don't fit each other.
     """

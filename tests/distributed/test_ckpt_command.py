@@ -110,6 +110,7 @@ def test_export_is_what_from_pretrained_reads(trained: Trained, tmp_path: Path, 
             for dtype in (torch.float32, torch.bfloat16)
         )
     assert rounded.shape == (1, 9, VOCAB)
+    assert (tmp_path / "hf" / "generation_config.json").is_file()
     # The layout rounds to bf16 at other places than one process.
     assert distance(trained[2], exact) < 1.5 * distance(rounded, exact) < 0.02
     assert {w.dtype for w in load_file(tmp_path / "hf" / "model.safetensors").values()} == {torch.bfloat16}

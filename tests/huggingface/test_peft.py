@@ -260,6 +260,7 @@ def test_adapters_are_saved_and_merged_by_peft_s_own_rules(tmp_path: Path, name:
         for key, parameter in model.named_parameters():
             if "modules_to_save" in key or "trainable_tokens" in key:
                 parameter.normal_()
+    model.generation_config.update(do_sample=True, temperature=0.5)
     module = PipelineModule(from_hf(model), num_stages=1)
     save_hf(module, tmp_path / "own")
     model.save_pretrained(tmp_path / "reference")
@@ -272,6 +273,7 @@ def test_adapters_are_saved_and_merged_by_peft_s_own_rules(tmp_path: Path, name:
     assert own.keys() == wanted.keys()
     assert all(torch.equal(own[key], weight) for key, weight in wanted.items())
     save_hf(module, tmp_path / "merged", merge_adapters=True)
+    assert load_model(tmp_path / "merged").generation_config.temperature == 0.5
     whole, exported = model.merge_and_unload().state_dict(), load_model(tmp_path / "merged").state_dict()
     assert exported.keys() == whole.keys()
     assert all(distance(exported[key], weight) < 1e-8 for key, weight in whole.items())

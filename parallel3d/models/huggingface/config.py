@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 import reprlib
 from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from parallel3d.config.files import explain
+from parallel3d.checkpoint.export import GENERATION
+from parallel3d.config.files import explain, parse_json, read_mapping
 from parallel3d.errors import ConfigError, nearest
 from parallel3d.models.config import MOST_LAYERS, Activation, DecoderConfig, Rope
 
@@ -319,6 +322,17 @@ def config_json(config: DecoderConfig) -> dict[str, Any]:
     raise ConfigError(
         f"no Hugging Face architecture among {', '.join(f.architecture for f in FAMILIES)} has all the switches of {config}"
     )
+
+
+def generation_of(model: Any, directory: Path | None = None) -> dict[str, Any]:
+    """Return the content of GENERATION under its name, as in the directory, or else as save_pretrained writes it; or nothing.
+
+    model: of transformers; what else it is, is ignored.
+    """
+    if directory is not None and (directory / GENERATION).is_file():
+        return {GENERATION: dict(read_mapping(directory / GENERATION, parse_json))}
+    own = getattr(model, "generation_config", None)
+    return {} if own is None else {GENERATION: json.loads(own.to_json_string(keys_to_pop=["compile_config"]))}
 
 
 def _computed(config: DecoderConfig) -> DecoderConfig:

@@ -27,7 +27,7 @@ from parallel3d.comm.collectives import all_gather_object, receive_bytes, send_b
 from parallel3d.comm.groups import ProcessGroups
 from parallel3d.errors import CheckpointError, message_of
 from parallel3d.models.huggingface.adapters import PREFIX, is_saved, merged, merged_name, save_adapters
-from parallel3d.models.huggingface.wrap import WrappedPart
+from parallel3d.models.huggingface.wrap import WrappedModel, WrappedPart
 from parallel3d.parameters import Slicing, slicing_of, whole_shape
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.zero.gathered import GatheredParameters
@@ -72,7 +72,8 @@ def save_hf(
 ) -> None:
     """Write config.json and safetensors of a model of `models`, which from_pretrained and `from_hf` read.
 
-    Of a PeftModel it writes the adapters alone, in PEFT's files, which PeftModel.from_pretrained reads.
+    Also generation_config.json, if the model has one. Of a PeftModel it writes the adapters alone, in PEFT's files, which
+    PeftModel.from_pretrained reads.
 
     Rank 0 writes, and holds the tensors of one file at a time. Collective over all ranks; raises CheckpointError on all.
 
@@ -171,7 +172,8 @@ def _save(
     """
     groups = module.groups
     layers = {int(place): layer for place, layer in module.layers.items() if next(layer.parameters(), None) is not None}
-    peft: Any = next((part.whole.peft for part in module.layers.values() if isinstance(part, WrappedPart)), None)
+    whole = next((part.whole for part in module.layers.values() if isinstance(part, WrappedPart)), None)
+    peft = None if whole is None else whole.peft
     pieces: dict[Key, Piece] = {}
     config = error = None
     try:
@@ -179,7 +181,7 @@ def _save(
             raise CheckpointError(problem)
         if merge and peft is None and layers:
             raise CheckpointError("merge_adapters is True, but the model has no adapters; leave it out")
-        pieces, config = _own_pieces(layers, peft, masters, merge, trained_only)
+        pieces, config = _own_pieces(layers, whole, masters, merge, trained_only)
     except Exception as raised:
         error = message_of(raised)
     everyone = all_gather_object((pieces if groups.coordinate("data") == 0 else {}, config, error), groups.control)
@@ -199,11 +201,16 @@ def _save(
 
 
 def _own_pieces(
-    layers: Mapping[int, nn.Module], peft: Any, masters: Mapping[nn.Parameter, Tensor], merge: bool, trained_only: bool
+    layers: Mapping[int, nn.Module],
+    whole: WrappedModel | None,
+    masters: Mapping[nn.Parameter, Tensor],
+    merge: bool,
+    trained_only: bool,
 ) -> tuple[dict[Key, Piece], Mapping[str, Any] | None]:
     """Return the pieces in these layers, and the content of config.json if there are layers. Raises CheckpointError."""
     pieces: dict[Key, Piece] = {}
-    config = None if peft is None else peft.config.to_dict()
+    peft = None if whole is None else whole.peft
+    config = None if whole is None or peft is None else whole.config_json()
     for place, layer in layers.items():
         if not isinstance(layer, HuggingFaceLayer):
             raise CheckpointError(

@@ -19,7 +19,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.models.blocks import decoder
 from parallel3d.models.config import DecoderConfig
 from parallel3d.models.huggingface.adapters import load_adapted
-from parallel3d.models.huggingface.config import family_of, parse
+from parallel3d.models.huggingface.config import family_of, generation_of, parse
 from parallel3d.models.huggingface.weights import (
     HEAD,
     Weights,
@@ -76,16 +76,16 @@ def from_hf(
         try:
             if family_of(raw) is None:
                 _refuse_for_wrapping({}, tied, ignore, units)
-                return wrap(*load_wrapped(directory, _wanted(raw, dtype), weights))
+                return wrap(*load_wrapped(directory, _wanted(raw, dtype), weights), directory)
             family, sizes = parse(raw, ignore)
         except ConfigError as error:
             raise ConfigError(f"{directory / 'config.json'}: {error}") from None
         stored = open_directory(directory, family.base) if weights else None
-    where = str(directory or type(source).__name__)
-    sizes = _tie(sizes, tied, stored, where)
+    sizes = _tie(sizes, tied, stored, where := str(directory or type(source).__name__))
     if stored is not None:
         check_weights(stored, _all_stored(sizes), sizes, where)
-    return decoder(replace(sizes, huggingface=raw), _dtype(raw) if dtype == "auto" else dtype, stored, units)
+    described = replace(sizes, huggingface={**raw, **generation_of(source, directory)})
+    return decoder(described, _dtype(raw) if dtype == "auto" else dtype, stored, units)
 
 
 def _adapted(
@@ -111,7 +111,7 @@ def _adapted(
             )
         adapters, model = directory, found
     raw = read_mapping(model / "config.json", parse_json)
-    return wrap(*load_adapted(model, _wanted(raw, dtype), adapters))
+    return wrap(*load_adapted(model, _wanted(raw, dtype), adapters), model)
 
 
 def _wanted(raw: Mapping[str, Any], dtype: torch.dtype | Literal["auto"] | None) -> torch.dtype:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,7 @@ from parallel3d.autograd.first_shapes import FirstShapes
 from parallel3d.checkpoint.export import Stored, all_of
 from parallel3d.errors import ConfigError, DataError
 from parallel3d.models.huggingface.adapters import unwrapped
+from parallel3d.models.huggingface.config import generation_of
 from parallel3d.models.huggingface.outline import Outline, Recorder, with_modules
 from parallel3d.models.huggingface.tp_plan import TensorPlan
 from parallel3d.models.huggingface.weights import Weights, load_layer, load_layer_later
@@ -53,6 +55,7 @@ class WrappedModel:
     - peft: where it has adapters, its PeftModel without weights.
     - weights: what the parts of a model on the meta device read; None to draw them.
     - draw: initializes one module; None for a model with weights, whose own modules the parts have.
+    - generation: see generation_of.
     """
 
     config: Any
@@ -60,6 +63,11 @@ class WrappedModel:
     peft: Any = None
     weights: Weights | None = None
     draw: Callable[[nn.Module], None] | None = None
+    generation: Mapping[str, Any] = field(default_factory=dict)
+
+    def config_json(self) -> dict[str, Any]:
+        """Return the content of config.json, see HuggingFaceLayer."""
+        return {**self.config.to_dict(), **self.generation}
 
     @property
     def text_config(self) -> Any:
@@ -95,7 +103,7 @@ class WrappedPart(nn.Module):
             raise ConfigError(
                 "a model with adapters has no config.json of its own; use save_hf(..., merge_adapters=True)"
             )
-        return dict(self.whole.config.to_dict())
+        return self.whole.config_json()
 
     @property
     def max_positions(self) -> int | None:
@@ -312,12 +320,14 @@ class Exit(WrappedPart):
         return SlicedLogits(logits, *self._sliced[0]) if self._sliced else logits
 
 
-def wrap(model: nn.Module, weights: Weights | None = None) -> list[LayerSpec]:
+def wrap(model: nn.Module, weights: Weights | None = None, directory: Path | None = None) -> list[LayerSpec]:
     """Return a Hugging Face causal language model as layers for a PipelineModule: its own layers, not copies of them.
 
     Token ids, or a dict of the base model's arguments, -> logits. Of a model on the meta device each layer is a copy, with
     weights that it reads when it is built, or new ones without `weights`. With several tensor-parallel ranks, layers are
     built from copies and sharded as TensorPlan says, a PeftModel's adapters with the layers that they adapt.
+
+    directory: from which the model is, if from any.
 
     Raises ConfigError for a model that isn't one list of layers through which hidden states pass (Outline), with weights
     shared other than by embedding and head, with a router's loss, with layers that are left out by chance, or with adapters
@@ -345,7 +355,7 @@ def wrap(model: nn.Module, weights: Weights | None = None) -> list[LayerSpec]:
             LayerSpec(Exit, whole, model, outline.base),
         ]
 
-    whole = WrappedModel(hf.config, plan, peft)
+    whole = WrappedModel(hf.config, plan, peft, generation=generation_of(hf, directory))
     entry, *parts, exit = (cast(WrappedPart, spec.build()) for spec in specs(whole))
     ties = _ties(entry, parts, exit, type(model).__name__)
     names = [(entry.name_in_model(below), exit.name_in_model(above)) for below, above in ties]

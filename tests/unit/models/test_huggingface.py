@@ -417,6 +417,22 @@ def test_an_export_is_whole_or_not_there(tmp_path):
         save_hf(module, tmp_path / "file" / "out")
 
 
+@pytest.mark.parametrize("name", ["llama", "phi"])  # a native decoder, and a model that keeps its own layers
+def test_settings_of_generation_are_saved_as_transformers_saves_them(tmp_path: Path, name: str):
+    model: Any = make_model(name)
+    model.generation_config.update(eos_token_id=[2, 5], do_sample=True, temperature=0.6, top_p=0.9)
+    model.save_pretrained(tmp_path / "in")
+    wanted = json.loads((tmp_path / "in" / "generation_config.json").read_text())
+    assert wanted["eos_token_id"] == [2, 5]
+    config = {key: value for key, value in model.config.to_dict().items() if "temperature" in key}
+    for k, source in enumerate((tmp_path / "in", model)):
+        save_hf(PipelineModule(from_hf(source), num_stages=1), tmp_path / f"out{k}")
+        assert json.loads((tmp_path / f"out{k}" / "generation_config.json").read_text()) == wanted
+        found = json.loads((tmp_path / f"out{k}" / "config.json").read_text())
+        assert {key: value for key, value in found.items() if "temperature" in key or "generation" in key} == config
+        assert load_model(tmp_path / f"out{k}").generation_config.eos_token_id == [2, 5]
+
+
 def test_layers_that_hugging_face_has_no_name_for(tmp_path):
     layers = [*from_hf(make_model("llama")), nn.Linear(257, 2)]
     with pytest.raises(CheckpointError, match="layer 5, a Linear"):
