@@ -67,6 +67,9 @@ class Compilation:
         except Exception as error:
             raise ConfigError(f"compile: torch.compile does not accept {options}: {error}") from error
         options = torch_options(options, model.groups.model.size > 1)
+        # In the graph of a frozen layer nothing is recomputed, but PyTorch 2.13 refuses random operators there that might be.
+        if hasattr(torch._functorch.config, "remat_using_tags_for_fwd_loss_bwd_graph"):
+            torch._functorch.config.remat_using_tags_for_fwd_loss_bwd_graph = False
         self._ports = open_ports(model, self._sink)
         if self._blocks is not None:
             self.num_layers += self._blocks.compile(options)

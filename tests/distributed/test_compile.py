@@ -232,6 +232,51 @@ def test_a_region_of_a_graph_that_breaks_is_recomputed(run_ranks):
         assert all(map(torch.equal, runs[policy], runs["none"])), policy
 
 
+class Dropping(nn.Module):
+    """A block with dropout in a list, as models have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().sum()
+
+
+def train_upon_frozen_blocks(policy: str) -> list[Tensor]:
+    """Losses of a plain module whose first block is frozen, and of a decoder whose head alone is trained."""
+    torch.compiler.reset()
+    config = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "compile": COMPILE,
+        "activation_checkpointing": {"policy": policy},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    torch.manual_seed(0)
+    model = Dropping()
+    model.blocks[0].requires_grad_(False)
+    engine, *_ = parallel3d.initialize(model=model, config=config)
+    results = [engine.train_batch(iter([torch.ones(2, 4)])) for _ in range(2)]
+    sizes = DecoderConfig(vocab_size=11, hidden_size=8, ffn_size=16, num_layers=1, num_heads=2)
+    module = PipelineModule(decoder(sizes), num_stages=1, loss_fn=causal_lm_loss, base_seed=3, seed_layers=True)
+    for place, layer in module.layers.items():
+        layer.requires_grad_(place == "3")
+    engine, *_ = parallel3d.initialize(model=module, config=config)
+    ids = torch.arange(8).view(2, 4)
+    return results + [engine.train_batch(iter([(ids, ids)])) for _ in range(2)]
+
+
+def test_frozen_blocks_that_draw_random_numbers_have_graphs(run_ranks):
+    """Nothing of them is recomputed, since they have no backward; PyTorch refused their graphs."""
+    wanted, *others = (run_ranks(1, train_upon_frozen_blocks, policy)[0] for policy in ("none", "attention", "full"))
+    assert not torch.equal(wanted[2], wanted[3])
+    for got in others:
+        assert all(map(torch.equal, got, wanted))
+
+
 def compile_plainly(config: dict[str, Any]) -> str:
     out = StringIO()
     config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **config}
