@@ -53,6 +53,10 @@ _MICRO_BATCHES_PER_STAGE = 4
 # Sections of the configuration that say in which precision layers are trained.
 _PRECISION = ("fp16", "bf16", "torch_autocast", "amp")
 _INSTEAD = "use partition method 'profile' or 'parameters'"
+_MORE_THAN_BUDGET = (
+    "that is more than the budget, though no choice of policies takes less; raise activation_checkpointing.memory_budget, or "
+    "use more stages, more tensor-parallel ranks or smaller micro-batches"
+)
 
 
 def make_sample(inputs: Any, labels: Any, loss_fn: LossFunction, config: Source) -> Sample | None:
@@ -148,7 +152,10 @@ class LayerSplitter:
         assert choice is not None
         if first:
             what = f"recomputation for {budget / 2**30:.4g} GiB:\n{describe_choice(choice, bounds, placement)}"
-            (logger.info if max(choice.held) <= budget else logger.warning)("%s", what)
+            if max(choice.held) <= budget:
+                logger.info("%s", what)
+            else:
+                logger.warning("%s\n%s", what, _MORE_THAN_BUDGET)
         chosen: dict[str, RecomputationPolicy] = {
             str(k): policy for k, policy in enumerate(choice.policies) if policy != "none"
         }

@@ -6,7 +6,9 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +274,20 @@ def test_auto_fits_its_budget_and_changes_no_number(run_ranks, ranks: int, sched
     assert 0.75 * budget < max(most(report) for *_, report in chosen) <= budget
     with pytest.raises(RankError, match=r'"auto" traces the layers on a sample.* pass sample_input='):
         run_ranks(ranks, train, {}, 0.0, 1, {"activation_checkpointing": {"policy": "auto", "memory_budget": 1}})
+
+
+def warning_of_auto(budget: float) -> str:
+    with redirect_stderr(StringIO()) as told:
+        train_decoder("1f1b", "auto", budget)
+    return told.getvalue()
+
+
+def test_auto_says_what_to_do_where_nothing_fits(run_ranks):
+    assert run_ranks(1, warning_of_auto, 1.0) == [""]
+    (told,) = run_ranks(1, warning_of_auto, 1e-6)
+    assert told.startswith("recomputation for 1e-06 GiB:\nstage 0: layers ")
+    assert "more than the budget" in told
+    assert "raise activation_checkpointing.memory_budget" in told
 
 
 def test_schedule_auto_chooses_policies_and_program_for_one_budget(run_ranks):
