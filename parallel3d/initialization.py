@@ -143,15 +143,15 @@ def _as_pipeline(model: nn.Module, config: Config) -> PipelineModule:
 
 def _set_recomputation(model: PipelineModule, config: Config) -> None:
     """Recompute what the configuration says, also in a module that was built without it, as DeepSpeed's engine does."""
+    interval = model.settings.activation_checkpoint_interval or checkpoint_interval(config) or 0
     policies = config.activation_checkpointing.policy or model.policies
-    if leaves_open(policies):
+    if interval and leaves_open(policies):
         policies = model.policies
         if not isinstance(policies, Mapping):
             raise ConfigError(
                 'activation_checkpointing.policy has "auto", by which a PipelineModule chooses while it is built; pass it '
                 "the same config=, and sample_input="
             )
-    interval = model.settings.activation_checkpoint_interval or checkpoint_interval(config) or 0
     model.calls.recompute(interval, policy_rule(None, policies, model.layer_names))
 
 

@@ -276,9 +276,9 @@ def test_auto_fits_its_budget_and_changes_no_number(run_ranks, ranks: int, sched
         run_ranks(ranks, train, {}, 0.0, 1, {"activation_checkpointing": {"policy": "auto", "memory_budget": 1}})
 
 
-def warning_of_auto(budget: float) -> str:
+def warning_of_auto(budget: float, **pipeline: Any) -> str:
     with redirect_stderr(StringIO()) as told:
-        train_decoder("1f1b", "auto", budget)
+        train_decoder("1f1b", "auto", budget, **pipeline)
     return told.getvalue()
 
 
@@ -288,6 +288,8 @@ def test_auto_says_what_to_do_where_nothing_fits(run_ranks):
     assert told.startswith("recomputation for 1e-06 GiB:\nstage 0: layers ")
     assert "more than the budget" in told
     assert "raise activation_checkpointing.memory_budget" in told
+    # An interval of 0 recomputes nothing, whatever the policy.
+    assert run_ranks(1, partial(warning_of_auto, activation_checkpoint_interval=0), 1e-6) == [""]
 
 
 def test_schedule_auto_chooses_policies_and_program_for_one_budget(run_ranks):
