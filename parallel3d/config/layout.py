@@ -168,7 +168,7 @@ def _read(word: str, text: str) -> tuple[str, Any]:
     match = re.fullmatch(r"([a-z]+)([0-9]{1,9})", word)
     if match is None or match[1] not in _NUMBERED:
         letters = word.rstrip("0123456789")
-        near = [*_FLAGS, *(name + word[len(letters) :] for name in _NUMBERED)]
+        near = [*_FLAGS, *(name + (word[len(letters) :] or "1") for name in _NUMBERED)]
         hint = nearest(word, near) if letters else ""
         if word in _POLICIES:
             hint = f" As policy of recomputation it is {_POLICIES[word]!r}."
