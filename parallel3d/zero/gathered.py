@@ -40,8 +40,8 @@ class GatheredParameters:
       replicas; the masters follow at the next step. None: the parameters must not be changed.
     - fwd_module: without effect. enabled: False to do nothing.
 
-    Collective over the replicas. Raises ExecutionError at its end if parameters got other values without modifier_rank; those
-    are dropped.
+    Collective over the replicas. Raises ExecutionError for a modifier_rank that is no replica, and at its end if parameters got
+    other values without modifier_rank; those are dropped.
     """
 
     def __init__(
@@ -60,6 +60,12 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         own = dict.fromkeys(weights for p in self._parameters if (weights := weights_of(p)) is not None)
+        groups = [*(weights.partition for weights in own), *(vars(p)["replicas"].group for p in self._whole)]
+        for group in groups if self._modifier is not None else ():
+            if self._modifier not in range(group.size):
+                raise ExecutionError(
+                    f"modifier_rank is {self._modifier!r}; give the number of a replica, from 0 to {group.size - 1}, or None"
+                )
         self._gathered = [weights for weights in own if weights.state is WeightState.SHARDED]
         for weights in own:
             weights.gather_whole()
@@ -72,16 +78,18 @@ class GatheredParameters:
     ) -> None:
         changed = [p for p in self._parameters if p._version != self._versions[p]]
         own: dict[ShardedWeights, None] = dict.fromkeys(filter(None, map(weights_of, self._parameters)))
-        if self._modifier is not None and kind is None:
-            for weights in own:
-                weights.keep_changes(self._modifier)
-            for parameter in self._whole:
-                _keep_changes(parameter, self._modifier)
-            for parameter in (*self._parameters, *self._whole):
-                torch.autograd.graph.increment_version(parameter)
-        lost = changed and self._modifier is None and kind is None and any(weights.differs() for weights in own)
-        for weights in self._gathered:
-            weights.release()
+        try:
+            if self._modifier is not None and kind is None:
+                for weights in own:
+                    weights.keep_changes(self._modifier)
+                for parameter in self._whole:
+                    _keep_changes(parameter, self._modifier)
+                for parameter in (*self._parameters, *self._whole):
+                    torch.autograd.graph.increment_version(parameter)
+            lost = changed and self._modifier is None and kind is None and any(weights.differs() for weights in own)
+        finally:
+            for weights in self._gathered:
+                weights.release()
         if lost:
             shapes = [list(p.shape) for p in changed[:3]]
             raise ExecutionError(

@@ -26,6 +26,10 @@ _WRITES = (
     "load_state_dict() writes whole weights, but zero_optimization.stage 3 holds shards of them; call it before initialize, "
     "or in parallel3d.zero.GatheredParameters(module.parameters(), modifier_rank=0), or call engine.load_checkpoint"
 )
+_LOST = (
+    "a parameter of shape {} was written while it lived as shards, and the values are lost; write it in "
+    "parallel3d.zero.GatheredParameters(parameter, modifier_rank=0)"
+)
 
 
 class WeightState(Enum):
@@ -170,10 +174,15 @@ class ShardedWeights:
             )
         for (parameter, _), version in zip(self._views, self._versions, strict=True):
             if parameter._version != version:
-                raise ExecutionError(
-                    f"a parameter of shape {list(parameter.shape)} was written while it lived as shards, and the values are "
-                    "lost; write it in parallel3d.zero.GatheredParameters(parameter, modifier_rank=0)"
-                )
+                raise ExecutionError(_LOST.format(list(parameter.shape)))
+
+    def check_data(self) -> None:
+        """Raise ExecutionError if the data of a placeholder have been replaced by values, which would be lost."""
+        for parameter, given in self._placeholders if self.state is WeightState.SHARDED else ():
+            # Casts and moves of a module replace them, too: they stay NaN.
+            is_given = parameter.data_ptr() == given.data_ptr() or not parameter.is_floating_point()
+            if not is_given and not bool(parameter.isnan().all()):
+                raise ExecutionError(_LOST.format(list(parameter.shape)))
 
     def differs(self) -> bool:
         """Return whether the gathered weights have other values than this rank's shard, in its part of them."""
@@ -185,7 +194,19 @@ class ShardedWeights:
 
     @torch.no_grad()
     def keep_changes(self, replica: int) -> None:
-        """Copy what a replica has written into its gathered weights to the shards. Collective."""
+        """Copy what a replica has written into its gathered weights to the shards. Collective.
+
+        Raises ExecutionError for parameters whose data have been replaced by such of another shape.
+        """
+        for parameter, view in self._views:
+            if parameter.shape != view.shape:
+                raise ExecutionError(
+                    f"a parameter of shape {list(view.shape)} got data of shape {list(parameter.shape)} while it was gathered; "
+                    "replace the parameter itself, before parallel3d.initialize"
+                )
+            if parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter)
+                parameter.data = view
         broadcast(self._whole, self.partition.ranks[replica], self.partition)
         size = self.shard.numel()
         self.write(slice(0, size), self._whole[self.partition.index * size :][:size])
@@ -316,6 +337,7 @@ def read_into(target: Tensor, parameter: Tensor, start: int) -> None:
         target.copy_(read(start, start + target.numel()))
         return
     if (found := weights_of(parameter)) is not None:
+        found.check_data()
         found.gather_whole()
         found.wait()
     target.copy_(parameter.detach().reshape(-1)[start : start + target.numel()])

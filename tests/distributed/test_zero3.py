@@ -116,6 +116,11 @@ def write_and_read(offload: dict[str, Any]) -> Any:
     with parallel3d.zero.GatheredParameters(weight):  # as PEFT merges adapters for a while: no error, and dropped
         weight.data += 3.0
         merged = weight.detach().clone()
+    with parallel3d.zero.GatheredParameters(weight, modifier_rank=0):
+        weight.data = torch.full_like(weight, 4.0 + rank)
+    with parallel3d.zero.GatheredParameters(weight, modifier_rank=0):
+        kept = torch.stack([kept, weight.detach() - 3.0])
+        weight.data.fill_(1.0)
     errors = []
     try:
         with parallel3d.zero.GatheredParameters(weight), torch.no_grad():
@@ -145,6 +150,13 @@ def write_and_read(offload: dict[str, Any]) -> Any:
             pass
     except parallel3d.Parallel3DError as error:
         errors.append(str(error))
+    *_, last = engine.module.parameters()
+    for replica, values in ((2, last.data), (0, torch.ones(3))):
+        try:
+            with parallel3d.zero.GatheredParameters(last, modifier_rank=replica):
+                last.data = values
+        except parallel3d.Parallel3DError as error:
+            errors.append(str(error))
     return outside, kept, merged, untouched, errors, len(state), stepped
 
 
@@ -159,7 +171,9 @@ def test_whole_weights_are_read_and_written_in_a_context(run_ranks, offload: dic
         assert "state_dict() reads whole weights" in errors[1]
         assert "load_state_dict() writes whole weights" in errors[2]
         assert "was written while it lived as shards" in errors[3]
-        assert len(errors) == 4
+        assert errors[4] == "modifier_rank is 2; give the number of a replica, from 0 to 1, or None"
+        assert "got data of shape [3] while it was gathered" in errors[5]
+        assert len(errors) == 6
         assert names > 0
         assert 0 < (stepped - 1.0).abs().max() < 0.5, "the masters follow what was written"
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import parallel3d
 from parallel3d.deepspeed.runtime import partition_parameters
-from parallel3d.errors import ConfigError
+from parallel3d.errors import ConfigError, ExecutionError
 
 # --- generation
 
@@ -251,6 +251,24 @@ def build_skipping() -> list[tuple[int, int]]:
 def test_layers_without_initial_values_are_sharded_inside_init(run_ranks):
     wanted = [(4, -(-p.numel() // 2)) for p in Skipping().parameters()]
     assert run_ranks(2, build_skipping) == [wanted, wanted]
+
+
+def initialize_with_other_data(shape: tuple[int, ...]) -> str:
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    with parallel3d.zero.Init():
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model.double()  # placeholders of another dtype
+    model[0].weight.data = torch.ones(shape, dtype=torch.float64)
+    with pytest.raises(ExecutionError) as caught:
+        parallel3d.initialize(model=model, config=config)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [(WIDTH, WIDTH), (2 * WIDTH, WIDTH)])
+def test_values_put_into_data_after_init_are_not_lost_in_silence(run_ranks, shape: tuple[int, ...]):
+    """As resize_token_embeddings of transformers puts them there, which doesn't know of the shards unless it is told."""
+    for message in run_ranks(2, initialize_with_other_data, shape):
+        assert f"a parameter of shape {list(shape)} was written while it lived as shards" in message
 
 
 # --- parameters of other modules
