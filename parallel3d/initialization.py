@@ -23,6 +23,7 @@ from parallel3d.models.huggingface.in_place import groups_of, tp_model_init
 from parallel3d.models.huggingface.weights import read_when_needed
 from parallel3d.optim import build_optimizer, build_scheduler
 from parallel3d.pipe.batch import make_loader
+from parallel3d.pipe.blocks import BlockUnits
 from parallel3d.pipe.calls import policy_rule
 from parallel3d.pipe.data import RepeatingLoader
 from parallel3d.pipe.module import PipelineModule
@@ -117,6 +118,14 @@ def _with_weights(model: object, weights: str | Path | None) -> nn.Module:
     return model
 
 
+def _remove_hooks_of_earlier_engines(model: nn.Module) -> None:
+    """Remove the hooks by which an earlier engine gathers weights (ZeRO-3): it would go on to gather its own ones."""
+    for module in model.modules():
+        for hook in list(module._forward_pre_hooks.values()):
+            if isinstance(units := getattr(hook, "__self__", None), BlockUnits):
+                units.remove_hooks()
+
+
 def _as_pipeline(model: nn.Module, config: Config) -> PipelineModule:
     """Return the model as a pipeline of one stage, if it isn't a pipeline already, and set what it recomputes.
 
@@ -128,6 +137,7 @@ def _as_pipeline(model: nn.Module, config: Config) -> PipelineModule:
             set_configured_leaf_modules(model, config.zero_optimization)
         if size > 1:
             tp_model_init(model, size)
+        _remove_hooks_of_earlier_engines(model)
         model = SingleStageModule(model, groups_of(model))
     elif size > 1 and size != model.groups.model.size:
         raise ConfigError(

@@ -294,13 +294,15 @@ class Units:
         """Make state_dict() and load_state_dict() of modules raise ExecutionError while their weights are shards."""
         for module in model.modules():
             own = [p for p in module._parameters.values() if p is not None]
-            if units := self.of(own):
-                module.register_state_dict_pre_hook(partial(self._check_gathered, units, _READS))
-                module.register_load_state_dict_pre_hook(partial(self._check_gathered, units, _WRITES))
+            if self.of(own):
+                module.register_state_dict_pre_hook(partial(_check_gathered, own, _READS))
+                module.register_load_state_dict_pre_hook(partial(_check_gathered, own, _WRITES))
 
-    def _check_gathered(self, units: Sequence[int], what: str, *_: object) -> None:
-        if any(w.state is not WeightState.GATHERED for unit in units for w in self._weights.get(unit, ())):
-            raise ExecutionError(what)
+
+def _check_gathered(parameters: Iterable[nn.Parameter], what: str, *_: object) -> None:
+    found = map(weights_of, parameters)
+    if any(weights is not None and weights.state is not WeightState.GATHERED for weights in found):
+        raise ExecutionError(what)
 
 
 # (start, stop) -> these elements of a parameter, flat, until the next is read.

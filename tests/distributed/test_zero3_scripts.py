@@ -271,6 +271,36 @@ def test_values_put_into_data_after_init_are_not_lost_in_silence(run_ranks, shap
         assert f"a parameter of shape {list(shape)} was written while it lived as shards" in message
 
 
+def train_by_three_engines(stage: int) -> tuple[list[float], int, int]:
+    """The losses, the number of hooks that the model has more with the last engine than with the first, and of its tensors."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    model[0].requires_grad_(False)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    losses, hooks, tensors = [], [], 0
+    for _ in range(3):
+        engine, *_ = parallel3d.initialize(model=model, config=config)
+        hooks.append(sum(len(module._forward_pre_hooks) for module in model.modules()))
+        for _ in range(2):
+            loss = engine(torch.ones(1, WIDTH)).square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss))
+        with parallel3d.zero.GatheredParameters(model.parameters()):
+            tensors = len(model.state_dict())
+        engine.destroy()
+    return losses, hooks[-1] - hooks[0], tensors
+
+
+def test_engines_of_one_model_follow_each_other(run_ranks):
+    """Each gathers its own weights alone."""
+    assert run_ranks(2, train_by_three_engines, 3) == run_ranks(2, train_by_three_engines, 0)
+
+
 # --- parameters of other modules
 
 
