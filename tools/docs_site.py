@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import nbformat
+from jupyter_client import AsyncKernelManager
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -64,7 +65,9 @@ def _add_notebook(notebook: File, files: Files, config: MkDocsConfig) -> None:
     cells = nbformat.read(notebook.abs_src_path, as_version=4)
     with TemporaryDirectory() as folder:
         place, quiet = {"metadata": {"path": folder}}, ["--log-level=ERROR"]
-        NotebookClient(cells, resources=place, coalesce_streams=True, extra_arguments=quiet).execute()
+        # Sockets in files: another process may take the ports that Jupyter has found before the kernel opens them.
+        sockets = AsyncKernelManager(transport="ipc", connection_file=f"{folder}/kernel.json")
+        NotebookClient(cells, sockets, resources=place, coalesce_streams=True, extra_arguments=quiet).execute()
     text, resources = MarkdownExporter().from_notebook_node(cells, {"unique_key": page.stem})
     text = text.replace("\n", f"\n\n[Download this notebook]({page.name})\n", 1)  # after its title
     files.append(File.generated(config, page.with_suffix(".md").as_posix(), content=text))
