@@ -15,16 +15,16 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from measured import Measured, measure
 from profiled import roofline_figures
-from torch import Tensor, nn
+from torch import nn
 
 import parallel3d
 from parallel3d import DeepSpeedEngine as Engine
@@ -177,69 +177,6 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
         inner = merged.get(key)
         merged[key] = merge(inner, value) if isinstance(inner, Mapping) and isinstance(value, Mapping) else value
     return merged
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Timed steps: seconds of each, the losses of all steps, memory in GiB of this rank after the warm-up.
-
-    in_a_row_s: seconds of a step among others that don't wait for each other; None on several ranks.
-    """
-
-    times: list[float]
-    losses: list[float]
-    peak_gib: float
-    reserved_gib: float
-    in_a_row_s: float | None
-
-
-def synchronize() -> None:
-    """Wait for this rank's device, then for every rank."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    dist.barrier()
-
-
-def measure(
-    step: Callable[[], Tensor],
-    warmup: int,
-    steps: int,
-    before: Sequence[Tensor] = (),
-    mapped_bytes: Callable[[], int] = int,
-) -> Measured:
-    """Time `steps` steps, each between two synchronizations, after `warmup` others. Collective.
-
-    One rank also times as many in a row.
-
-    before: losses of steps that are done already.
-    """
-    losses = [*before, *(step() for _ in range(warmup))]
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(steps):
-        synchronize()
-        start = time.perf_counter()
-        losses.append(step())
-        synchronize()
-        times.append(time.perf_counter() - start)
-    cuda = torch.cuda.is_available()
-    peak, reserved = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if cuda else (0, 0)
-    # Weights and rings that ranks map are the allocator's in other frameworks, and in other cases.
-    mapped = mapped_bytes()
-    peak, reserved = peak + mapped, reserved + mapped
-    in_a_row = seconds_in_a_row(step, steps) if dist.get_world_size() == 1 else None
-    return Measured(times, [float(loss) for loss in losses], peak / 2**30, reserved / 2**30, in_a_row)
-
-
-def seconds_in_a_row(step: Callable[[], Tensor], steps: int) -> float:
-    """Return the seconds of a step among `steps` between two synchronizations. Collective."""
-    synchronize()
-    start = time.perf_counter()
-    for _ in range(steps):
-        step()
-    synchronize()
-    return (time.perf_counter() - start) / steps
 
 
 def pipeline_figures(program: Program, timeline: Timeline) -> dict[str, Any]:

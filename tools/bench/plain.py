@@ -16,6 +16,7 @@ from typing import Any
 import ours  # first: it finds the example's layers
 import torch
 import torch.distributed as dist
+from measured import measure
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from train_llama import SIZES, Block, Size, decoder_layers, fixed_batch, loss_fn
@@ -85,7 +86,7 @@ def main() -> None:
     dist.init_process_group("nccl" if cuda else "gloo")  # for the helpers that ours.py shares
     loop = PlainLoop(args, SIZES[args.size], torch.device("cuda", 0) if cuda else torch.device("cpu"))
     with sdpa_kernel(BACKENDS, set_priority=True) if args.cudnn else nullcontext():
-        measured = ours.measure(loop.step, args.warmup, args.steps)
+        measured = measure(loop.step, args.warmup, args.steps)
     kind = "compiled" if args.compile else "eager"
     name = f"plain PyTorch, {kind}, m{args.micro_batches} mb{args.micro_batch}"
     print("RESULT " + json.dumps(ours.make_result(args, measured, {"name": name})), flush=True)

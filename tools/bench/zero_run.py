@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ours import SIZES, from_all_ranks, measure
+from measured import measure
+from ours import SIZES, from_all_ranks
 from torch import Tensor, nn
 from train_llama import decoder_layers, loss_fn
 
