@@ -310,15 +310,24 @@ def broadcast(tensor: Tensor, source: int, group: Group) -> None:
         own.copy_(data)
 
 
-def all_gather_integers(values: list[int], group: Group) -> list[list[int]]:
-    """Return every rank's list of int64, of equal lengths, in group order; on the host, over a CPU group."""
+def start_all_gather_integers(values: list[int], group: Group) -> Callable[[], list[list[int]]]:
+    """Start to gather every rank's list of int64, of equal lengths, over a CPU group; the result waits and returns them."""
     if group.handle is None:
-        return [values]
+        return lambda: [values]
     mine = torch.tensor(values, dtype=torch.int64)
     gathered = [torch.empty_like(mine) for _ in group.ranks]
-    with group.waiting("an agreement"):
-        dist.all_gather(gathered, mine, group=group.handle)
-    return [t.tolist() for t in gathered]
+    work = Awaited(dist.all_gather(gathered, mine, group=group.handle, async_op=True), group.waiting("an agreement"))
+
+    def wait() -> list[list[int]]:
+        work.wait()
+        return [t.tolist() for t in gathered]
+
+    return wait
+
+
+def all_gather_integers(values: list[int], group: Group) -> list[list[int]]:
+    """Return every rank's list of int64, of equal lengths, in group order; on the host, over a CPU group."""
+    return start_all_gather_integers(values, group)()
 
 
 def everywhere(good: bool, control: Group) -> bool:

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from parallel3d.autograd.first_shapes import FirstShapes
 from parallel3d.autograd.split_backward import is_split
-from parallel3d.comm.collectives import Group, all_gather_integers
+from parallel3d.comm.collectives import Group, start_all_gather_integers
 from parallel3d.comm.structures import tensors_of
 from parallel3d.errors import ExecutionError
 from parallel3d.schedule.instructions import Instruction
@@ -75,13 +75,16 @@ class BlockUnits:
     after those of the others. Parameters of other modules that a module has in a list, tuple or dict are gathered with it. When
     its forward reads the attribute of another one that is a parameter, it is gathered, and from then on with that module.
 
-    replicas: a group on the host, in which the replicas compare what they are about to gather.
+    replicas: a group on the host, in which the replicas compare what they gather. On CUDA, where gathers that don't match leave
+    the host running, a comparison is awaited at the next gather, so that it takes no time.
     module, forward_hooks, backward_hooks: as in DeepSpeed's `optimizer.parameter_offload`; scripts remove the hooks while they
     generate from weights that they have gathered, and add them again by _register_deepspeed_module.
     """
 
     def __init__(self, model: nn.Module, units: Units, limits: LiveLimits, replicas: Group):
         self._units, self._limits, self._replicas = units, limits, replicas
+        self._compares_late = any(p.is_cuda for p in model.parameters())
+        self._compared: Callable[[], list[list[int]]] | None = None  # waits for the units that the replicas gather
         self.module = model
         self.forward_hooks: list[RemovableHandle] = []
         self.backward_hooks: list[RemovableHandle] = []
@@ -151,6 +154,7 @@ class BlockUnits:
     ) -> None:
         """Run a compute instruction; see LayerUnits.run. Its lifetimes are not planned."""
         run(i)
+        self._settle()
         self.abort()
 
     def begin(self, program: Sequence[Instruction]) -> None:
@@ -161,7 +165,7 @@ class BlockUnits:
         self._running.clear()
         self._stack.clear()
         self._kept.clear()
-        self._last = self._ahead = None
+        self._last = self._ahead = self._compared = None
         self._units.release_all()
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
@@ -184,6 +188,7 @@ class BlockUnits:
                     tensor.register_hook(partial(self._before_backward, needed, outer))
         if module is self.module:
             self._last = self._ahead = None
+            self._settle()
         if not _is_in_backward():  # a recomputation is followed by the backward that needs it
             self._keep_only(())
 
@@ -243,18 +248,28 @@ class BlockUnits:
                 yield unit
 
     def _gather(self, unit: int) -> None:
-        """Start to gather a unit. Raises ExecutionError, on all replicas, if they are about to gather different ones."""
+        """Start to gather a unit. Raises ExecutionError if the replicas are about to gather different ones."""
         if self._units.is_gathered(unit):
             return
-        for replica, [other] in enumerate(all_gather_integers([unit], self._replicas)):
-            if other != unit:
-                mine = self._replicas.index
+        self._settle()
+        self._compared = start_all_gather_integers([unit], self._replicas)
+        if not self._compares_late:
+            self._settle()
+        self._units.gather(unit)
+
+    def _settle(self) -> None:
+        """Await the last comparison. Raises ExecutionError, on all replicas, if they gather different units."""
+        compared, self._compared = self._compared, None
+        units = [unit for [unit] in compared()] if compared is not None else []
+        mine = self._replicas.index
+        for replica, other in enumerate(units):
+            if other != units[mine]:
                 raise ExecutionError(
                     f"replicas call layers in different orders: at the same point replica {mine} needs the weights of "
-                    f"{self._names[unit]} and replica {replica} those of {self._names[other]}; call the same layers on all "
-                    "replicas: generate() with synced_gpus=True, or in parallel3d.zero.GatheredParameters(model.parameters())"
+                    f"{self._names[units[mine]]} and replica {replica} those of {self._names[other]}; call the same layers on "
+                    "all replicas: generate() with synced_gpus=True, or in "
+                    "parallel3d.zero.GatheredParameters(model.parameters())"
                 )
-        self._units.gather(unit)
 
     def _may_gather(self, unit: int) -> bool:
         size = self._units.sizes[unit]

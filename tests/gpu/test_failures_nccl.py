@@ -1,4 +1,4 @@
-"""Over NCCL a rank that raises, dies or hangs is named on all ranks, and all end."""
+"""Over NCCL a rank that raises, dies, hangs or calls other layers is named on all ranks, and all end."""
 
 from __future__ import annotations
 
@@ -62,3 +62,38 @@ def test_one_verdict_names_rank_1(num_gpus: int, tmp_path: Path, what: str, said
     assert verdicts, done.stderr
     assert {(verdict["rank"], verdict["place"]["instruction"]) for verdict in verdicts} == {(1, "F2@1")}, done.stderr
     assert said in done.stdout + done.stderr
+
+
+ORDERS = """
+import sys
+import torch
+from torch import nn
+import parallel3d
+
+class Chosen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, width) for width in (8, int(sys.argv[1]), 8)])
+    def forward(self, x, first):
+        return sum(self.blocks[k](x).sum() for k in ((0, 1, 2) if first else (1, 0, 2)))
+
+config = {
+    "train_micro_batch_size_per_gpu": 2, "steps_per_print": None, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}, "failures": {"directory": sys.argv[2]},
+}
+engine, *_ = parallel3d.initialize(model=Chosen(), config=config)
+engine.backward(engine(torch.ones(2, 8, device=engine.device), engine.global_rank == 0))
+engine.step()
+"""
+
+
+@pytest.mark.parametrize("width", [8, 1 << 20])
+def test_replicas_that_gather_different_weights_are_told_so(num_gpus: int, tmp_path: Path, width: int):
+    """Widths: gathers of one size end, with weights mixed up; of others they may never end."""
+    script = tmp_path / "script.py"
+    script.write_text(ORDERS)
+    command = [sys.executable, "-m", "parallel3d.launcher", "--num_gpus", "2", str(script), str(width), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode != 0
+    assert "replicas call layers in different orders" in done.stdout + done.stderr
+    assert "blocks.0" in done.stderr
