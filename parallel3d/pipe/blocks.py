@@ -75,15 +75,15 @@ class BlockUnits:
     after those of the others. Parameters of other modules that a module has in a list, tuple or dict are gathered with it. When
     its forward reads the attribute of another one that is a parameter, it is gathered, and from then on with that module.
 
-    replicas: a group on the host, in which the replicas compare what they gather. On CUDA, where gathers that don't match leave
-    the host running, a comparison is awaited at the next gather, so that it takes no time.
+    replicas: a group on the host, in which the replicas compare what they are about to gather. Where a unit follows as it did the
+    last time, the comparison is awaited at the next gather, so that it takes no time; a replica that needs another unit
+    awaits it before it gathers.
     module, forward_hooks, backward_hooks: as in DeepSpeed's `optimizer.parameter_offload`; scripts remove the hooks while they
     generate from weights that they have gathered, and add them again by _register_deepspeed_module.
     """
 
     def __init__(self, model: nn.Module, units: Units, limits: LiveLimits, replicas: Group):
         self._units, self._limits, self._replicas = units, limits, replicas
-        self._compares_late = any(p.is_cuda for p in model.parameters())
         self._compared: Callable[[], list[list[int]]] | None = None  # waits for the units that the replicas gather
         self.module = model
         self.forward_hooks: list[RemovableHandle] = []
@@ -253,7 +253,7 @@ class BlockUnits:
             return
         self._settle()
         self._compared = start_all_gather_integers([unit], self._replicas)
-        if not self._compares_late:
+        if self._last is None or self._following.get(self._last) != unit:
             self._settle()
         self._units.gather(unit)
 

@@ -82,8 +82,9 @@ config = {
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}, "failures": {"directory": sys.argv[2]},
 }
 engine, *_ = parallel3d.initialize(model=Chosen(), config=config)
-engine.backward(engine(torch.ones(2, 8, device=engine.device), engine.global_rank == 0))
-engine.step()
+for step in range(3):
+    engine.backward(engine(torch.ones(2, 8, device=engine.device), step < 2 or engine.global_rank == 0))
+    engine.step()
 """
 
 
