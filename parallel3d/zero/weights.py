@@ -116,7 +116,7 @@ class ShardedWeights:
     def gather(self) -> Work:
         """Start to gather the weights, unless they are; see `wait`.
 
-        Raises ExecutionError if a placeholder was written, or while offload_states has the shard.
+        Raises ExecutionError if a placeholder was written or replaced, or while offload_states has the shard.
         """
         return self.gather_whole()
 
@@ -172,16 +172,10 @@ class ShardedWeights:
             raise ExecutionError(
                 "offload_states moved lp_params to the host; call engine.reload_states() before a gather"
             )
-        for (parameter, _), version in zip(self._views, self._versions, strict=True):
-            if parameter._version != version:
-                raise ExecutionError(_LOST.format(list(parameter.shape)))
-
-    def check_data(self) -> None:
-        """Raise ExecutionError if the data of a placeholder have been replaced by values, which would be lost."""
-        for parameter, given in self._placeholders if self.state is WeightState.SHARDED else ():
-            # Casts and moves of a module replace them, too: they stay NaN.
-            is_given = parameter.data_ptr() == given.data_ptr() or not parameter.is_floating_point()
-            if not is_given and not bool(parameter.isnan().all()):
+        for (parameter, given), version in zip(self._placeholders, self._versions, strict=True):
+            # Casts and moves of a module replace the data, too: they stay NaN.
+            replaced = parameter.data_ptr() != given.data_ptr() and parameter.is_floating_point()
+            if parameter._version != version or (replaced and not bool(parameter.isnan().all())):
                 raise ExecutionError(_LOST.format(list(parameter.shape)))
 
     def differs(self) -> bool:
@@ -339,7 +333,6 @@ def read_into(target: Tensor, parameter: Tensor, start: int) -> None:
         target.copy_(read(start, start + target.numel()))
         return
     if (found := weights_of(parameter)) is not None:
-        found.check_data()
         found.gather_whole()
         found.wait()
     target.copy_(parameter.detach().reshape(-1)[start : start + target.numel()])

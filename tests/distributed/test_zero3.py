@@ -143,6 +143,13 @@ def write_and_read(offload: dict[str, Any]) -> Any:
     engine.train_batch(data)
     with parallel3d.zero.GatheredParameters(weight):
         stepped = weight.detach().clone()
+    held, weight.data = weight.data, torch.ones(weight.shape, dtype=weight.dtype)
+    try:
+        with parallel3d.zero.GatheredParameters(weight):
+            pass
+    except parallel3d.Parallel3DError as error:
+        errors.append(str(error))
+    weight.data = held
     try:
         with torch.no_grad():
             weight.fill_(7.0)
@@ -171,9 +178,10 @@ def test_whole_weights_are_read_and_written_in_a_context(run_ranks, offload: dic
         assert "state_dict() reads whole weights" in errors[1]
         assert "load_state_dict() writes whole weights" in errors[2]
         assert "was written while it lived as shards" in errors[3]
-        assert errors[4] == "modifier_rank is 2; give the number of a replica, from 0 to 1, or None"
-        assert "got data of shape [3] while it was gathered" in errors[5]
-        assert len(errors) == 6
+        assert "was written while it lived as shards" in errors[4]
+        assert errors[5] == "modifier_rank is 2; give the number of a replica, from 0 to 1, or None"
+        assert "got data of shape [3] while it was gathered" in errors[6]
+        assert len(errors) == 7
         assert names > 0
         assert 0 < (stepped - 1.0).abs().max() < 0.5, "the masters follow what was written"
 
