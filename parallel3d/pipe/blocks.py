@@ -75,9 +75,9 @@ class BlockUnits:
     after those of the others. Parameters of other modules that a module has in a list, tuple or dict are gathered with it. When
     its forward reads the attribute of another one that is a parameter, it is gathered, and from then on with that module.
 
-    replicas: a group on the host, in which the replicas compare what they are about to gather. Where a unit follows as it did the
-    last time, the comparison is awaited at the next gather, so that it takes no time; a replica that needs another unit
-    awaits it before it gathers.
+    replicas: a group on the host, in which the replicas compare what they are about to gather. A replica for which a unit
+    follows as it did the last time goes on, and awaits the comparison at the next gather; one that needs another unit awaits it
+    first.
     module, forward_hooks, backward_hooks: as in DeepSpeed's `optimizer.parameter_offload`; scripts remove the hooks while they
     generate from weights that they have gathered, and add them again by _register_deepspeed_module.
     """

@@ -291,8 +291,8 @@ class Bucket:
         for info, offset, size in zip(self.infos, self.offsets, self.sizes, strict=True):
             if size and info.parameter.data_ptr() != start + offset * width:
                 raise ExecutionError(
-                    f"parameter {info.name} left the buffer that is trained, as by module.to(dtype) after initialize; do that "
-                    "before initialize"
+                    f"parameter {info.name} left the buffer that is trained, as by module.to(dtype) or parameter.data = "
+                    "values; do that before initialize, or copy values into it in torch.no_grad()"
                 )
 
     @torch.no_grad()
