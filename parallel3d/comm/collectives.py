@@ -311,7 +311,7 @@ def broadcast(tensor: Tensor, source: int, group: Group) -> None:
 
 
 def start_all_gather_integers(values: list[int], group: Group) -> Callable[[], list[list[int]]]:
-    """Start to gather every rank's list of int64, of equal lengths, over a CPU group; the result waits and returns them."""
+    """Start to gather every rank's list of int64, of equal lengths, over a CPU group; return what waits for the lists."""
     if group.handle is None:
         return lambda: [values]
     mine = torch.tensor(values, dtype=torch.int64)
