@@ -1,6 +1,6 @@
 """parallel3d: trains neural networks with pipeline, ZeRO data and tensor parallelism combined.
 
-What it offers is imported when it is first used: the commands' help does without torch.
+Public names are imported when they are first used, so that the help of the commands needs no torch.
 """
 
 import sys
@@ -55,7 +55,7 @@ __all__ = [
     "zero",
 ]
 
-# Names that are no modules -> the modules that define them.
+# Names that are not modules -> the modules that define them.
 _PLACES = {
     "Engine": "engine",
     "Parallel3DError": "errors",

@@ -13,7 +13,7 @@ from threading import get_ident, main_thread
 
 
 class Phase(IntEnum):
-    """Phase of a process, and its description in a verdict."""
+    """Phase of a process, with its description for the verdict on a failure."""
 
     SETUP = 0, "set-up"
     USER = 1, "user code between steps"
@@ -121,7 +121,7 @@ class Activity:
 
     @contextmanager
     def waiting(self, wait: Waiting) -> Iterator[None]:
-        """Note a wait for the time of the block, also where an exception ends it that the script may catch."""
+        """Note a wait for the time of the block. An exception that the script may catch ends the note, too."""
         self.note(wait)
         try:
             yield

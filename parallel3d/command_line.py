@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
 
     # Ignored: argparse declares one signature for each type of `namespace`.
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As argparse's, which parse_args and the parsers of subcommands call too."""
+        """Parse as argparse does, with - and _ in long options alike; parse_args and subcommands' parsers call it, too."""
         known = self._option_string_actions
         for option, action in list(known.items()):
             if option.startswith("--"):

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 _MOST_SHOWN = 20_000
-# Names of schedules elsewhere -> the one that is it, or its next of kin, here.
+# Names of schedules in other packages -> the same schedule here, or the closest one.
 _ELSEWHERE = {
     "afab": "gpipe",
     "loopedbfs": "gpipe",
@@ -147,8 +147,8 @@ class PrecisionError(Parallel3DError, ArithmeticError):
 def printable(text: str, most: int = 2000) -> str:
     """Return a text that any terminal, file and store takes: without control characters, and not too long.
 
-    What is no printable character, newline or tab is escaped, as in "\\x1b" and "\\udc80". most: characters that are kept, half
-    of them from the end.
+    Other characters than printable ones, newlines and tabs are escaped, as in "\\x1b" and "\\udc80". most: characters that are
+    kept, half of them from the end.
     """
     if len(text) > most:
         text = f"{text[: most // 2]} ... ({len(text) - most} characters left out) ... {text[-(most // 2) :]}"
@@ -158,7 +158,7 @@ def printable(text: str, most: int = 2000) -> str:
 def nearest(word: str, vocabulary: Iterable[str]) -> str:
     """Return " Did you mean 'x'?" for the closest known word, whatever its case, or "" if none is close.
 
-    The shortest that contains `word` is the closest, as zero_optimization for zero.
+    If known words contain `word`, the shortest of them is the closest, such as zero_optimization for zero.
     """
     known = {w.lower(): w for w in vocabulary}
     if (same := _ELSEWHERE.get(re.sub("[^a-z0-9]", "", word.lower()))) in known:

@@ -36,7 +36,7 @@ class PipelineTrainer(_Trainer):
 
     The layout is that of `TrainingArguments(deepspeed=)` or `accelerate launch`: its `pipeline` and `tensor_parallel` sections
     and its ZeRO stage. The micro-batches of a step run together, as one train_batch. The loss is the mean over all tokens of
-    a step. Raises ConfigError for arguments whose numbers would be others.
+    a step. Raises ConfigError for arguments with which the results would differ from a Trainer's.
     """
 
     model: Any
@@ -61,7 +61,7 @@ class PipelineTrainer(_Trainer):
             )
         from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
-        # The Trainer fills in, and compares with, the train_batch_size of a world that is data parallel alone. One that is
+        # The Trainer fills in, and compares with, the train_batch_size of a world that is only data parallel. One that is
         # given is checked by initialize.
         source = self.args.deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
         filled: Any = self.accelerator.state.deepspeed_plugin.hf_ds_config
@@ -146,7 +146,7 @@ class PipelineTrainer(_Trainer):
             prepared = super()._prepare_for_training(*args, **kwargs)
         finally:
             self.model = model
-        # The engine has gone on to those of a checkpoint. The Trainer does so later: first its samplers draw as they did.
+        # The engine has restored the generators of a checkpoint. The Trainer does so later: its samplers must draw first.
         set_generator_states(states, self.args.device)
         self.callback_handler.model = model
         return prepared
@@ -156,7 +156,7 @@ class PipelineTrainer(_Trainer):
         self._micro_batches.append(self._prepare_inputs(inputs))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        # Not those before the step's: a stream of data has ended within a step that the Trainer doesn't count.
+        # Only the step's micro-batches: earlier ones are of a step that the Trainer doesn't count, as the data ended within it.
         batch, self._micro_batches = self._micro_batches[-self.current_gradient_accumulation_steps :], []
         loss: Tensor = self.deepspeed.train_batch(iter(batch))
         return loss
@@ -211,7 +211,7 @@ class PipelineTrainer(_Trainer):
 
     @property
     def gather_function(self) -> Any:
-        """Gathers each replica's tensors once, for the metrics; without the samples that fill the last batch."""
+        """Function that gathers each replica's tensors once, for the metrics, without the samples that fill the last batch."""
         return lambda tensors: tree_map_only(Tensor, self._of_replicas, tensors)
 
     @gather_function.setter
@@ -225,7 +225,7 @@ class PipelineTrainer(_Trainer):
         return whole[: self._num_evaluated(tensor, 0)]
 
     def _num_evaluated(self, batch: Tensor, replica: int) -> int:
-        """Return the number of samples, in the batches of `replica` and those after it, that don't only fill the last step."""
+        """Return the number of samples in the batches of `replica` and later ones, without those that fill the last step."""
         state = self.accelerator.gradient_state
         last = state.end_of_dataloader and state.remainder > 0
         return max(0, state.remainder - replica * len(batch)) if last else sys.maxsize

@@ -57,9 +57,9 @@ def initialize(
 
     - config (or config_params, or args.deepspeed_config): a path, mapping or base64 text with DeepSpeed's keys.
     - auto: values for keys that are "auto", nested or dotted. Your own optimizer or loader fills some of them.
-    - optimizer: an optimizer, or a callable of the parameters; None for the configuration's, or to evaluate only, all frozen.
+    - optimizer: an optimizer, or a callable of the parameters; None for the configuration's, or without one to evaluate only.
     - model_parameters: the parameters to train, or groups of them; by default all that require a gradient.
-    - training_data: a dataset of samples, (inputs, labels) for a PipelineModule, for which a loader is made: it may be a
+    - training_data: a dataset of samples, which are (inputs, labels) for a PipelineModule. A loader is made for it. It may be a
       stream without length, of which every replica reads all samples. Or a DataLoader of this replica's micro-batches.
     - lr_scheduler: stepped after each step that isn't skipped; or a callable of the optimizer. It is used instead of one that
       the configuration names.
@@ -119,7 +119,7 @@ def _with_weights(model: object, weights: str | Path | None) -> nn.Module:
 
 
 def _remove_hooks_of_earlier_engines(model: nn.Module) -> None:
-    """Remove the hooks by which an earlier engine gathers weights (ZeRO-3): it would go on to gather its own ones."""
+    """Remove the hooks by which an earlier engine gathers weights (ZeRO-3), as it would continue to gather its own shards."""
     for module in model.modules():
         for hook in list(module._forward_pre_hooks.values()):
             if isinstance(units := getattr(hook, "__self__", None), BlockUnits):
@@ -173,7 +173,7 @@ def _batch_sizes(pipeline: PipelineModule, config: Config) -> BatchSizes:
         )
     shards = pipeline.groups.model.size
     if isinstance(pipeline, SingleStageModule) and shards > 1:
-        # As DeepSpeed and the libraries count: the samples of all ranks.
+        # DeepSpeed and the libraries count the samples of all ranks.
         sizes = batch_sizes(config, pipe=1, data=replicas * shards, model=1)
         return replace(sizes, train_batch_size=sizes.train_batch_size // shards)
     return batch_sizes(config, pipe=pipeline.num_stages, data=replicas, model=shards)

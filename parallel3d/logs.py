@@ -14,7 +14,7 @@ class _Console(logging.Handler):
 
 
 logger = logging.getLogger("parallel3d")
-# As DeepSpeed's: shown without a script that configures logging, and once in one that does.
+# As in DeepSpeed: messages are shown even if the script doesn't configure logging, and only once if it does.
 logger.propagate = False
 logger.setLevel(logging.INFO)
 logger.addHandler(_Console())

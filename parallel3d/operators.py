@@ -18,9 +18,9 @@ T = TypeVar("T")
 
 
 class Numbers(Generic[T]):
-    """Numbers of objects. A graph holds numbers and tensors alone, so an operator gets the number of its object.
+    """Numbers of objects. A graph holds only numbers and tensors, so an operator gets the number of its object.
 
-    No object is held: one that is gone has no number any more.
+    Objects are held weakly: the number of one that is gone is dropped.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,8 @@ def define(
     - has_effects: whether it does more than return results. Without it, graphs leave the operator out where nothing is computed
       from its results; a sum of empty tensors is not computed.
 
-    Autograd doesn't follow it: kernels for autograd, which Python runs, cost the host 10 us more a call.
+
+    Autograd does not differentiate it: autograd kernels in Python would cost the host 10 us more a call.
     """
     qualified = f"parallel3d::{name}"
     library.define(qualified, schema, tags=tuple(tags))

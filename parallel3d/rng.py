@@ -98,7 +98,10 @@ def _generators(device: torch.device) -> list[torch.Generator]:
 
 
 def same_draws() -> AbstractContextManager[None]:
-    """Return a context in which the CPU and the current GPU draw the random numbers that come next now; not so after it."""
+    """Return a context in which the generators of the CPU and the current GPU start from their states at this call.
+
+    After the context they have the states that they had before it.
+    """
     on_gpu = torch.cuda.is_initialized()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     rewind = _keep_states(device)
@@ -118,7 +121,7 @@ class RandomStreams:
     Micro-batches are numbered over all replicas, so that a mask doesn't depend on the layout.
 
     - seed: a tuple of integers, the same on all ranks.
-    - device: whose generator is seeded besides the CPU's.
+    - device: device whose generator is seeded, in addition to the CPU's.
     - own_streams: those of this rank's shards, which restart in each layer.
     """
 
@@ -160,10 +163,10 @@ class Capture(Protocol):
 
 
 class OwnStreams:
-    """Random streams of this rank's shards of tensors, in the layer that runs. The groups of a model have one object of them.
+    """Random streams of this rank's shards of tensors, in the layer that runs. All groups of a model share one object.
 
-    - most: the most that a layer has begun.
-    - capture: the capture of a CUDA graph that is under way, or None.
+    - most: the largest number of streams that a layer has begun.
+    - capture: the current capture of a CUDA graph, or None.
     """
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ class BuildContext:
     - groups: `groups.model` is the tensor-parallel group, over which a layer may shard itself.
     - sequence_parallel: whether activations between tensor-parallel layers are sharded along the sequence.
     - layout_independent: whether a rank's random numbers are its part of those that the whole layer would draw.
-    - reads_later: whether weights that are in a file may stay there for now, because the rank will keep shards of them alone.
+    - reads_later: whether weights in a file may stay there for now, because the rank will keep only shards of them.
     """
 
     groups: ProcessGroups
@@ -146,7 +146,7 @@ def place_of(k: int, layer: Layer, error: Exception) -> str:
 
 
 Layer = LayerSpec | nn.Module | Callable[[Any], Any]
-# Of a model's outputs and its labels; None where the last layer returns the loss.
+# Function of a model's outputs and labels; None if the last layer returns the loss.
 LossFunction = Callable[[Any, Any], Any] | LayerSpec | None
 
 

@@ -41,7 +41,7 @@ class FirstShapes:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the compiled function, or the function itself."""
-        if torch._dynamo.eval_frame._stance.stance != "default":  # as while text is generated
+        if torch._dynamo.eval_frame._stance.stance != "default":  # for example while text is generated
             return self._function(*args, **kwargs)
         shapes = None if self._dynamic else _shapes_of((args, kwargs) if kwargs else args)
         learns = torch.is_grad_enabled()

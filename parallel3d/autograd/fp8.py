@@ -1,4 +1,4 @@
-"""Linear layers whose three products are in fp8: of outputs, of the input's gradient, and of the weight's.
+"""Linear layers whose three GEMMs run in fp8: those of the output, of the input's gradient, and of the weight's gradient.
 
 Inputs and weights are rounded to e4m3, gradients of outputs to e5m2, which has less precision and more range. An input's cast
 for the weight's gradient is made in the forward, so that only fp8 is kept for it; that product can be deferred like others.
@@ -51,7 +51,7 @@ class ScaledProduct(Recipe):
         return multiply(self.left, self.right, self.dtype)
 
     def put(self, accumulator: Tensor, adds: bool, factor: float = 1.0) -> None:
-        """accumulator (+)= factor * value, rounded to the accumulator's dtype alone."""
+        """accumulator (+)= factor * value, rounded only to the accumulator's dtype."""
         if not multiply_into(self.left, self.right, accumulator, adds, factor):
             Value(multiply(self.left, self.right, accumulator.dtype)).put(accumulator, adds, factor)
 
@@ -72,7 +72,10 @@ class Fp8:
         self._on_keep: Callable[[bool], None] = lambda _: None
 
     def call_on_keep(self, function: Callable[[bool], None]) -> None:
-        """Call a function whenever weights may have changed since casts were kept: whether they will be kept from now on."""
+        """Call a function whenever weights may have changed since casts were kept.
+
+        function: gets True if casts will be kept from now on.
+        """
         self._on_keep = function
 
     @property
@@ -81,7 +84,7 @@ class Fp8:
         return self._step is not None
 
     def keep(self, step: object) -> None:
-        """Keep casts of weights until this is called with another object than now; with None, keep none."""
+        """Keep casts of weights until the next call with another `step`; with None, keep none."""
         if step != self._step:
             self.kept.clear()
             self._on_keep(step is not None)
@@ -116,10 +119,11 @@ class Fp8:
 class Fp8Linear:
     """One linear layer in fp8.
 
-    - sink: gets the gradients of its weight and bias that it takes.
+    - sink: takes the gradients of weight and bias; those that it leaves go to autograd.
     - group, dim: the ranks over which it is sharded, and the dim of its weight that is; None for a whole layer. Scales are
       those of whole tensors, or of their rows, on every rank: the same as on one process.
-    - number: in LAYERS, as a tensor on the CPU: an input of graphs, so that all layers of a kind share one.
+    - number: the layer's index in LAYERS, as a tensor on the CPU. It is an input of graphs, so that all layers of a kind share
+      one graph.
     """
 
     def __init__(self, fp8: Fp8, sink: GradientSink, group: Group | None = None, dim: int | None = None):
@@ -128,11 +132,11 @@ class Fp8Linear:
         self._gathered: Callable[[], Scaled | None] = lambda: None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave it out of a copy or pickle of the layer, which is not in fp8: NoneType() is None."""
+        """Leave this object out of a copy or pickle of the layer, which then is not in fp8. NoneType() is None."""
         return type(None), ()
 
     def gather_by(self, gathered: Callable[[], Scaled | None]) -> None:
-        """Take the weight in fp8 from this function, where it returns one: ZeRO-3 has gathered it in fp8 then."""
+        """Take the weight in fp8 from `gathered` when that returns one, because ZeRO-3 has gathered the weight in fp8."""
         self._gathered = gathered
 
     def cast_weight(self, weight: Tensor, transposed: bool) -> Scaled:
@@ -297,7 +301,7 @@ def _cast_weights(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return values and inverse scales of weights, or of their transposes, in fp8.
 
-    after: is not read: it keeps the compiler from casting in the forward what the backward needs.
+    after: not read; the dependence keeps the compiler from casting in the forward what only the backward needs.
     """
     casts = [LAYERS[int(number)].cast_weight(w, transposed) for w, number in zip(weights, numbers, strict=True)]
     return [c.values for c in casts], [c.inverse_scale for c in casts]
@@ -320,7 +324,7 @@ def _give_scaled(
     numbers: Sequence[Tensor],
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """Give weights' gradients, products of transposes in fp8, and those of biases, sums of `rows`."""
+    """Give the ports the gradients of weights (products of transposes in fp8) and of biases (sums of `rows`)."""
     for left, scale, row, number in zip(lefts, scales, rows, numbers, strict=True):
         product = ScaledProduct(Scaled(left, scale), Scaled(right, right_scale), dtype)
         PORTS[int(number)].give(product, None if row is None else RowSum(row))

@@ -30,12 +30,12 @@ from parallel3d.autograd.recipes import Product, Recipe, RowSum, Scatter
 from parallel3d.autograd.sink import GradientSink
 from parallel3d.operators import Numbers, define
 
-# Options without which inductor would write into buffers that it thinks nobody reads any more, or a replay would.
+# Without these options, inductor or a replay would write into buffers that the graph no longer reads, but the sink does.
 INDUCTOR_OPTIONS = {"allow_buffer_reuse": False, "inplace_buffers": False, "triton.cudagraphs": False}
 
 
 class Port:
-    """Way of the gradients of one layer's parameters out of a graph.
+    """Passes the gradients of one layer's parameters out of a graph.
 
     In place of the parameters, `token` is the graph's input that requires gradients: an empty tensor whose node in autograd's
     graph leads to the parameters. So autograd knows when all gradients of a parameter have come, which of them the backward
@@ -43,9 +43,9 @@ class Port:
 
     - token: shared by the ports that are opened together, whose parameters it leads to. None until then. It is on the
       parameters' device, where their gradients are accumulated by the same thread.
-    - number: in PORTS, as a tensor on the CPU: the graph has it as an input, so that all layers of a kind share one graph. None
-      until it is opened, too: where layers are traced on fake tensors, it could not be made.
-    - trains_weight: whether the weight required gradients then.
+    - number: the port's index in PORTS, as a tensor on the CPU. It is an input of the graph, so that all layers of a kind share
+      one graph. None until the port is opened, because it could not be made where layers are traced on fake tensors.
+    - trains_weight: whether the weight required gradients when the port was opened.
     - least_work: see make_splittable.
     """
 
@@ -60,11 +60,11 @@ class Port:
         self._tokens: _Ports | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle a port as a closed one."""
+        """Copy and pickle a port as one that is not open."""
         return Port, (self.sink, self.least_work)
 
     def prepare(self, weight: Tensor | None, bias: Tensor | None) -> list[Tensor]:
-        """Return which of these parameters require gradients now: those that will be let out."""
+        """Return the parameters that require gradients now. The port will pass their gradients out of the graph."""
         self._parameters = [p if p is not None and p.requires_grad else None for p in (weight, bias)]
         self._values, self.trains_weight = [None, None], self._parameters[0] is not None
         if self.number is None:
@@ -72,7 +72,7 @@ class Port:
         return [p for p in self._parameters if p is not None]
 
     def use(self, token: Tensor, edges: Iterator[Any], ports: _Ports) -> None:
-        """Let the gradients out by a token. edges: from it to the parameters of `ports`, from this one's on."""
+        """Pass the gradients out by a token. edges: from it to the parameters of `ports`, beginning with this port's."""
         self.token, self._tokens = token, ports
         self._edges = [None if p is None else next(edges) for p in self._parameters]
 
@@ -82,13 +82,13 @@ class Port:
 
     @property
     def is_reached(self) -> bool:
-        """Whether the backward under way needs gradients of the parameters."""
+        """Whether the current backward needs gradients of the parameters."""
         node = self.token.grad_fn if self.token is not None else None
         return node is not None and torch._C._will_engine_execute_node(node)
 
     @property
     def needs_weight(self) -> bool:
-        """Whether the backward under way needs the weight's gradient."""
+        """Whether the current backward needs the weight's gradient."""
         return self._parameters[0] is not None and self.is_reached
 
     def give(self, *recipes: Recipe | None) -> None:
@@ -121,16 +121,16 @@ _FIRST = 2**64 - 1  # place in the order of backwards: before all others, as aut
 
 
 def open_together(layers: Sequence[tuple[Port, Tensor | None, Tensor | None]]) -> None:
-    """Let gradients of layers out of graphs by one token, which costs the host less than one each.
+    """Pass the gradients of layers out of graphs by one token, which costs the host less than one token each.
 
-    layers: (port, weight, bias) of each; parameters that don't require gradients now stay in.
+    layers: (port, weight, bias) of each layer; parameters that don't require gradients now are left out.
     """
     ports = _Ports(port for port, *_ in layers)
     needed = [parameter for port, *parameters in layers for parameter in port.prepare(*parameters)]
     token = _Token.apply(_OF_TOKENS.add(ports), *needed) if needed else torch.empty(0)
     node: Any = token.grad_fn
     if needed:
-        # Tokens are older than every forward: their backwards would come after all layers', and so would the reductions.
+        # Tokens are older than every forward: their backwards, and with them the reductions, would run after all layers'.
         node._set_sequence_nr(_FIRST)
     edges = iter(node.next_functions if needed else ())
     for port in ports:
@@ -282,7 +282,7 @@ class _Embedding(torch.autograd.Function):
 
 
 def is_in_graph(ports: Sequence[Port], weights: Sequence[Any]) -> bool:
-    """Return whether layers are compiled, and with ports that let out all gradients that they need."""
+    """Return whether the layers are being compiled, with ports that pass out all gradients that they need."""
     if not torch.compiler.is_compiling():
         return False
     return all(

@@ -32,7 +32,7 @@ def rows_of(x: Tensor) -> Tensor:
 
 
 class RegionBoundary:
-    """Boundary of a region of linear layers, through which their input enters or their output leaves. This class does nothing.
+    """Boundary of a region of linear layers, through which their input enters or their output leaves. This one does nothing.
 
     Tensor parallelism communicates there. Every method starts the communication and returns a function that waits for its
     result, so that a backward overlaps it with the layers' matrix products. Under torch.is_grad_enabled() the result must be

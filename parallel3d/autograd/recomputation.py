@@ -1,7 +1,7 @@
 """Activation checkpointing: recompute a region's forward in its backward instead of holding its activations.
 
 A `Checkpointer` follows one `activation_checkpointing` section. arXiv:1604.06174. Eager regions are recomputed by hooks on the
-tensors that they save, in a fraction of torch.utils.checkpoint's host time; a compiler knows torch's own function alone.
+tensors that they save, in a fraction of torch.utils.checkpoint's host time; a compiler knows only torch's own function.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Checkpointer:
 
     Non-reentrant, on any device: arguments and results are any pytrees, with or without gradients. Random states, of the
     CPU and of the current GPU, are restored for the recomputation, and so is autocast. With `cpu_checkpointing` the
-    arguments wait in pinned host memory. transfers: copies to and from the host. capture: returns the capture of a CUDA graph
-    that is under way, or None.
+    arguments wait in pinned host memory. transfers: copies to and from the host. capture: returns the current capture of a
+    CUDA graph, or None.
 
     A CUDA graph can't restore a random state: where one is captured, a function that draws random numbers is an error.
     """
@@ -78,9 +78,9 @@ class Checkpointer:
         return self._run(self.settings.policy, True, function, *args, **kwargs)
 
     def under(self, policy: RecomputationPolicy, restores: bool = True) -> Callable[..., Any]:
-        """Return what runs functions as this object does, by a policy in place of the settings'.
+        """Return a callable that runs functions as this object does, but by this policy instead of the settings'.
 
-        restores: whether random states are restored; not for functions that seed the generators before they draw.
+        restores: whether random states are restored; False for functions that seed the generators before they draw.
         """
         return partial(self._run, policy, restores)
 
@@ -239,7 +239,7 @@ class _Slot:
 
 
 class _Done(Exception):
-    """Ends a recomputation when all is there that is needed. An Exception: torch calls hooks of modules for these alone."""
+    """Ends a recomputation when all needed tensors exist. An Exception, as torch calls modules' always_call hooks for these."""
 
 
 class _Inputs(torch.autograd.Function):
@@ -280,7 +280,7 @@ class _Region:
         again: Iterable[AbstractContextManager[Any]],
     ):
         self._function, self._again = function, again
-        # Most regions have tensors alone as arguments.
+        # Most regions have only tensors as arguments.
         is_flat = not kwargs and all(isinstance(argument, Tensor) for argument in args)
         leaves: Sequence[Any]
         self._tree: TreeSpec | None
@@ -356,14 +356,14 @@ def checkpoint(
     forward: Iterable[AbstractContextManager[Any]] = (),
     again: Iterable[AbstractContextManager[Any]] = (),
 ) -> Any:
-    """Return function(*args, **kwargs), of which autograd holds the arguments alone; its backward runs the function again.
+    """Return function(*args, **kwargs), for which autograd holds only the arguments; the backward runs the function again.
 
-    Autocast and the default device are then those of the forward, and it ends when all tensors that were saved are there again.
+    The recomputation has the autocast and default device of the forward, and ends when all tensors that were saved exist again.
 
     - args, kwargs: with tensors anywhere in pytrees.
     - forward, again: contexts for the forward and for the recomputation.
 
-    Raises ExecutionError in the backward if it saves other tensors than the forward.
+    Raises ExecutionError in the backward if the recomputation saves other tensors than the forward.
     """
     region = _Region(function, args, kwargs, again)
     with saved_tensors_hooks(region.pack, unpack), ExitStack() as stack:

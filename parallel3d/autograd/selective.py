@@ -2,7 +2,7 @@
 
 Matrix products, convolutions, attention and communication are kept; element-wise results (norms, activations, rotary positions,
 casts, dropout) are recomputed from them. torch's own selective contexts want the same operators in forward and recomputation,
-but ZeRO gathers weights in one or the other. arXiv:2205.05198, section 5, recomputes attention alone.
+but ZeRO gathers weights in one or the other. arXiv:2205.05198, section 5, recomputes only attention.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from parallel3d.config import SELECTIVE
 from parallel3d.errors import ExecutionError
 
-# Of a region's forward, and of its recomputation.
+# Contexts of a region's forward and of its recomputation.
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 _PRODUCTS = frozenset(
     "mm addmm bmm baddbmm addbmm mv addmv dot convolution _scaled_mm _grouped_mm _scaled_grouped_mm".split()
 )
-_ELEMENT_WISE = frozenset({"swiglu"})  # of other namespaces than torch's
+_ELEMENT_WISE = frozenset({"swiglu"})  # operators of other namespaces than torch's
 
 
 @dataclass
@@ -101,7 +101,7 @@ class _Operators(TorchDispatchMode):
     def __init__(self, region: _Region, keeps_attention: bool, is_recomputing: bool):
         super().__init__()
         self._region, self._keeps_attention, self._is_recomputing = region, keeps_attention, is_recomputing
-        self._is_inside = False  # of what is kept as a whole
+        self._is_inside = False  # whether a computation runs whose results are kept as a whole
         self._counting: AbstractContextManager[None] = nullcontext()
 
     def __enter__(self) -> _Operators:
@@ -221,6 +221,6 @@ def _kind(operator: OpOverload) -> Literal["product", "attention", ""]:
 
 
 def _drops(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an attention drops probabilities. Then it is recomputed: later masks are drawn from the state after it."""
+    """Return whether an attention has dropout. Then it is recomputed, because later masks depend on the generator after it."""
     names = [argument.name for argument in operator._schema.arguments]
     return bool({**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p", 0.0))

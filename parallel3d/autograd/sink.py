@@ -129,7 +129,7 @@ class GradientSink:
         self._group_of: dict[nn.Parameter, Any] = {}
         self._queues: dict[Hashable, deque[_Queued]] = {}
         self.is_deferring = False
-        # Called by the current backward with a weight gradient, instead of returning it to autograd.
+        # The current backward calls this with a weight gradient, instead of returning it to autograd.
         self._take: Callable[[nn.Parameter, Recipe], None] | None = None
         self._factor = 1.0  # of the gradients of the current backward
         self._lost: list[str] = []  # parameters that are another sink's now
@@ -381,7 +381,7 @@ class GradientSink:
 
 
 def accumulates(node: Any) -> bool:
-    """Return whether the backward under way writes the `.grad` of this node's leaf: torch.autograd.grad does not."""
+    """Return whether the current backward writes the `.grad` of this node's leaf: torch.autograd.grad does not."""
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # autograd.grad with respect to this very leaf

@@ -37,7 +37,7 @@ def _number(tensors: Sequence[Tensor | None]) -> int:
 
 
 class SplitLinears(torch.autograd.Function):
-    """F.linear of one input, which enters through a boundary, for one or several weights; or of one weight, and y leaves.
+    """F.linear of one input for one or several weights: x enters through a boundary, or the output of one weight leaves.
 
     x: input of the boundary, which enters as [..., in]; parameters: weight [out, in] and bias ([out] or None) of each linear.
     Returns [..., out] of each. The gradient of x is summed in one buffer. It leaves while the weight gradients are computed or,
@@ -231,10 +231,10 @@ class SplittableLayer(nn.Module):
 
 
 class _SplitForward:
-    """Has the replacement of one layer's `forward`, its own method `forward`.
+    """Holder of one layer's replaced `forward`, the method `forward`.
 
-    It is an object's, not a closure: a copy or pickle of the layer must call the copy, whose parameters no sink knows. It is
-    a method, because torch.compile would compile again for each object that is called itself.
+    It is an object, not a closure, because a copy or pickle of the layer must call the copy, whose parameters no sink knows.
+    `forward` is a method, because torch.compile would compile again for each callable object.
     """
 
     def __init__(self, layer: Any, port: Port):
@@ -251,7 +251,7 @@ class _SplitForward:
 
     @staticmethod
     def of(layer: nn.Module) -> _SplitForward | None:
-        """Return that of a layer, if it has one."""
+        """Return the _SplitForward of a layer; None if it has none."""
         owner = getattr(vars(layer).get("forward"), "__self__", None)
         return owner if isinstance(owner, _SplitForward) else None
 
@@ -314,7 +314,7 @@ def _can_split(layer: nn.Module) -> bool:
 
 
 def make_splittable(module: nn.Module, sink: GradientSink, least_work: int = 0) -> None:
-    """Let `sink` take the weight and bias gradients of the linears and embeddings inside `module`, itself included.
+    """Let `sink` take the weight and bias gradients of the linears and embeddings inside `module`, or of `module` itself.
 
     That includes SplittableLayers, and plain layers: instances without a `forward` of their own whose class has that of
     nn.Linear or nn.Embedding (dense, without max_norm and scale_grad_by_freq). Outside of `sink.deferring` and `sink.fusing`

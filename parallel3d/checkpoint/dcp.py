@@ -26,7 +26,7 @@ _METADATA = ".metadata"
 _OPTIMIZER = re.compile(r"optim\w*\.(state|param_groups)\.(.+)\.(\w+)")
 # Settings of torch's groups that concern how a process computes; a checkpoint here has none.
 _UNSET = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
-# What a file of metadata may name, besides dtypes and layouts.
+# Classes and functions that a metadata file may name, besides dtypes and layouts.
 _CLASSES = {
     "torch": {"Size"},
     "pathlib": {"PosixPath"},
@@ -90,7 +90,7 @@ def read_dcp(directory: Path, weights_only: bool = False) -> WholeCheckpoint:
 
     try:
         with (directory / _METADATA).open("rb") as file:
-            _Metadata(file).load()  # before torch does, which would execute what it names
+            _Metadata(file).load()  # checked before torch loads the file, which would execute what it names
         reader = FileSystemReader(directory)
         metadata = reader.read_metadata()
         # name -> its keys, one in each of the nested mappings that were saved
@@ -103,7 +103,7 @@ def read_dcp(directory: Path, weights_only: bool = False) -> WholeCheckpoint:
         load(found, storage_reader=reader, no_dist=True)
     except (Exception, CheckpointException) as error:  # torch's own is no Exception
         raise CheckpointError(f"{directory} can't be read as torch.distributed.checkpoint's: {error}") from error
-    # In the mapping "model", and not of a model whose names begin so, as those of Hugging Face do.
+    # Names inside the mapping "model", not those of a model whose own names begin with "model.", as Hugging Face's do.
     wrapped = {name for name in found if name.startswith("model.") and paths.get(name, ["model"])[0] == "model"}
     prefix, tensors = "model." if wrapped else "", {}
     for name, value in found.items():

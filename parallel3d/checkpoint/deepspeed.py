@@ -26,9 +26,9 @@ from parallel3d.errors import CheckpointError
 
 _RANK_FILE = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states\.pt")
 _LAYER_FILE = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
-# Modules whose classes are replaced; anything else outside of torch's own list is refused.
+# Prefixes of classes that are replaced by Inert; all others outside of torch's own list are refused.
 _REPLACED = ("deepspeed.", "megatron.", "argparse.Namespace")
-# What DeepSpeed puts into a file of model states; the rest is the user's client_state.
+# Keys that DeepSpeed puts into a file of model states; the others are the user's client_state.
 _OWN_KEYS = {
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "lr_scheduler"),
     *("frozen_param_fragments", "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples"),
@@ -60,7 +60,7 @@ def is_deepspeed(directory: Path) -> bool:
 
 
 def load_file(path: Path) -> Json:
-    """Read a file of DeepSpeed's; nothing in it is executed. Raises CheckpointError for what is not such a file."""
+    """Read a file of DeepSpeed's without executing anything in it. Raises CheckpointError for any other file."""
     try:
         named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         if unknown := [name for name in named if not name.startswith(_REPLACED)]:
@@ -215,7 +215,7 @@ def _partitioned(
 
 
 def _step_of(group: Mapping[str, Any]) -> Json:
-    """Return the number of steps where an optimizer of DeepSpeed's keeps it, in the group."""
+    """Return the number of steps from a parameter group, where DeepSpeed's own optimizers keep it."""
     return {"step": group["step"]} if "step" in group else {}
 
 
@@ -234,7 +234,7 @@ def _cut(flat: Tensor, shapes: Mapping[str, Sequence[int]], paddings: Sequence[i
 
 
 def _zipped(parts: Sequence[Tensor], shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-    """Return the parameters of which each replica has an equal part, the last one padded: those of stage 3."""
+    """Join the parameters of stage 3, of each of which every replica has an equal part, the last one padded."""
     found, begin = {}, 0
     for name, shape in shapes.items():
         size = -(-math.prod(shape) // len(parts))
@@ -262,7 +262,7 @@ def _replicated(
     Their names are not stored: they are in the order of the module in each group, and masters have the weights' values.
 
     - named: the weights of earlier pipeline stages, to which this adds its own.
-    - copies: gets the weights that share another one's memory.
+    - copies: receives name -> name of the weight whose memory it shares.
     """
     optimizer = first["optimizer"]
     if optimizer is None or weights_only:
@@ -297,7 +297,7 @@ def _replicated(
 
 
 def _parameter(name: str) -> str:
-    """Return the parameter's name in that of a stored tensor."""
+    """Return the parameter's name from the name of a stored tensor."""
     return name.split("/", 2 if name.startswith(OPTIMIZER) else 1)[-1]
 
 
@@ -335,7 +335,7 @@ def _merged(of_ranks: Sequence[Mapping[str, Tensor]], info: Json | None, buffers
     """Return whole tensors from those of the tensor-parallel ranks. info: which names are sharded how."""
     if info is None:
         raise CheckpointError(
-            f"is sharded over {len(of_ranks)} tensor-parallel ranks, and no universal_checkpoint_info tells along which dims; "
+            f"is sharded over {len(of_ranks)} tensor-parallel ranks, and no universal_checkpoint_info says along which dims; "
             "save it with this key in client_state, as AutoTP and Megatron-DeepSpeed do"
         )
     merged = {}

@@ -96,10 +96,10 @@ def complete_checkpoints(save_dir: Path) -> list[CompleteCheckpoint]:
 
 
 def candidates(save_dir: Path) -> list[tuple[str, str | None]]:
-    """Return (tag, why it isn't complete) of what could be resumed from, the best first.
+    """Return (tag, why it isn't complete or None) of the checkpoints that resume may try, the best first.
 
-    First comes what `latest` names, then those saved as the latest, the newest first, and with them the damaged ones. Raises
-    CheckpointError if `latest` can't be read.
+    First comes the one that `latest` names, then those that were saved as the latest, the newest first, damaged ones included.
+    Raises CheckpointError if `latest` can't be read.
     """
     named = latest_tag(save_dir)
     faults: dict[str, str | None] = {}
@@ -136,7 +136,7 @@ def _head(path: Path) -> bytes:
 
 
 def order_of(path: Path) -> int:
-    """Return a checkpoint's place in the order of saves by its manifest's first entries alone; 0 if it says none."""
+    """Return a checkpoint's place in the order of saves only from its manifest's first entries; 0 if they have none."""
     found = _ORDER.search(_head(path))
     return int(found[1]) if found else 0
 
@@ -208,7 +208,7 @@ _LOCK_S = 60.0
 
 
 class PendingSave:
-    """A save that is under way, in a folder of its own; rank 0 has it. Raises OSError, CheckpointError.
+    """A save in progress, in a folder of its own, on rank 0. Raises OSError, CheckpointError.
 
     path: where the checkpoint is written; place: where it goes. The folder is locked until the save ends, so that no other
     save takes it for the leftover of a killed one.
@@ -236,7 +236,8 @@ class PendingSave:
     def commit(self, manifest: Manifest, keep_last: int | None = None) -> None:
         """Give the checkpoint, whose other files are on the disk, its manifest and its name.
 
-        If the manifest says so, `latest` names it then, and all but the newest `keep_last` of such checkpoints are removed.
+        If the manifest says so, `latest` names it from then on, and all but the newest `keep_last` of the checkpoints saved as
+        the latest are removed.
         """
         with _names_locked(self._save_dir):
             order = 1 + max((order_of(path) for _, path in saved(self._save_dir)), default=0)
@@ -258,7 +259,7 @@ class PendingSave:
         place = self.place
         sync(self.path)
         if place.is_symlink():
-            place.unlink()  # and what it names stays
+            place.unlink()  # a symbolic link: its target stays
         elif place.exists():
             place.rename(self._old)
         self.path.rename(place)
@@ -270,7 +271,7 @@ class PendingSave:
             _remove_files(self._old)
 
     def end(self) -> None:
-        """Remove what is left of the folder, and unlock it; with a warning where it can't be removed, as a later save may."""
+        """Remove what is left of the folder, and unlock it. Warns if it can't be removed; a later save tries again."""
         with self._lock:
             try:
                 _end_folder(self._folder, self.place)
@@ -299,7 +300,7 @@ def remove_leftovers(save_dir: Path) -> None:
         tag = tag_of(folder)
         if tag is None:
             with suppress(OSError):
-                folder.rmdir()  # an empty one alone
+                folder.rmdir()  # removes only an empty folder
             continue
         # A save that ends removes its lock.
         with suppress(FileNotFoundError), (folder / LOCK).open("r+", encoding="utf-8") as lock:
@@ -340,7 +341,7 @@ def _foreign(folder: Path) -> list[Path]:
 
 
 def _remove_files(folder: Path) -> None:
-    """Remove a checkpoint's files, the manifest first: half removed, it must not pass for whole. Then the folder if empty."""
+    """Remove a checkpoint's files, then the folder if empty. The manifest goes first, so that a partial one isn't complete."""
     for path in sorted(set(folder.iterdir()) - set(_foreign(folder))):
         path.unlink()
     with suppress(OSError):  # other files are in it
@@ -361,7 +362,7 @@ def _end_folder(folder: Path, place: Path) -> None:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a text; it is on the disk when this returns. Raises OSError."""
+    """Write a text file and wait until it is on the disk. Raises OSError."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

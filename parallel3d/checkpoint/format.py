@@ -30,7 +30,7 @@ MODEL, MASTER, OPTIMIZER = "model/", "master/", "optimizer/"
 
 
 def sources(stored: Collection[str], masters: bool = True) -> dict[str, str]:
-    """Return what is stored of each weight or buffer, by its name in the model; with masters, its master where there is one."""
+    """Return model name -> stored name of each weight or buffer; with `masters`, of its master where there is one."""
     prefixes = (MODEL, MASTER) if masters else (MODEL,)
     return {name.removeprefix(prefix): name for prefix in prefixes for name in stored if name.startswith(prefix)}
 
@@ -102,7 +102,7 @@ class _StoredOptimizer(_Record):
 
 
 class TrainingState(_Record):
-    """State of a training that is one for all ranks, in a manifest's `state`; values as encoded by values.py.
+    """State of a training that all ranks share, stored in a manifest's `state`; values are encoded by values.py.
 
     layout: ranks along each axis; streams: seeds of the random streams; left_out: names of frozen parameters that were not
     saved; huggingface: names of the weights there; copies: tied parameters of a module, by the names they are stored under;
@@ -136,9 +136,9 @@ class TrainingState(_Record):
 class Manifest(_Record):
     """Description of a checkpoint: everything but the values of its tensors.
 
-    order: its place among the saves into its directory, which a clock that is set back doesn't change; saved: seconds since
-    1970; latest: whether `latest` was to name it; ranks: what each rank of the world that saved had of its own; state: what
-    is one for all.
+    order: its position among the saves into its directory, which does not depend on the clock; saved: time of the save, in
+    seconds since 1970; latest: whether it was saved as the latest; ranks: the own state of each rank that saved; state: the
+    state that all ranks share.
     """
 
     format: Literal["parallel3d checkpoint"] = "parallel3d checkpoint"

@@ -20,7 +20,7 @@ from parallel3d.zero.memory import is_elementwise_state
 
 # Settings of a group that concern only this process: how it computes, and its tensors.
 _OWN_SETTINGS = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
-# Settings that learning-rate schedules change. Others that no optimizer has are theirs too, such as "initial_lr".
+# Settings that learning-rate schedules change. Settings that no optimizer has, such as "initial_lr", are schedules' too.
 _SCHEDULED = ("lr", "betas", "momentum")
 
 
@@ -55,7 +55,7 @@ class OptimizerTarget:
     """Optimizer of a rank, into which the state of a checkpoint is loaded.
 
     The constructor adds the tensors to read to `wanted`, with new memory if the optimizer has none for them.
-    keeps_schedule: what a learning-rate schedule sets in the groups stays, since the schedule is not loaded.
+    keeps_schedule: settings of the groups that a learning-rate schedule changes are kept, since the schedule is not loaded.
     Raises CheckpointError.
     """
 
@@ -107,7 +107,7 @@ class OptimizerTarget:
         return tensors
 
     def _source(self, shard: ParameterShard, key: str) -> StoredTensor | None:
-        """Return the stored tensor of that state of a shard; None for no such state."""
+        """Return the stored tensor of a shard's state `key`; None if there is none."""
         stored, name, own = self._reader.tensors, state_name(shard, key), own_state_name(shard, key)
         if name in stored and (own == name or stored[name].shape in ((), whole_shape(shard.info.parameter))):
             return stored[name]
@@ -119,7 +119,7 @@ class OptimizerTarget:
 
     @torch.no_grad()
     def _memory(self, shard: ParameterShard, key: str, stored: StoredTensor) -> Tensor:
-        """Return the optimizer's own tensor of that state, or a new one."""
+        """Return the optimizer's tensor of a shard's state `key`, or a new one."""
         elementwise = is_elementwise_state(key, stored.shape, whole_shape(shard.info.parameter))
         shape = tuple(shard.master.shape) if elementwise else stored.shape
         held = self._optimizer.state.get(shard.master, {}).get(key)

@@ -51,12 +51,12 @@ def parts_of(name: str, like: Tensor, values: Tensor | None = None, start: int =
 
 
 def shard_parts(name: str, shard: ParameterShard, values: Tensor) -> Iterator[Part]:
-    """Yield the parts of the tensor `name` that has the parameter's shape. values: [the shard's elements]."""
+    """Yield a shard's values as parts of tensor `name`, which has the parameter's shape. values: [elements of the shard]."""
     return parts_of(name, shard.info.parameter, values, shard.start)
 
 
 def state_parts(shard: ParameterShard, key: str, value: Tensor) -> Iterable[Part]:
-    """Return a tensor of a shard's optimizer state as parts: elementwise state as the master is, any other whole."""
+    """Return a tensor of a shard's optimizer state as parts: elementwise state is cut like the master, other state is whole."""
     if is_elementwise_state(key, value.shape, shard.master.shape):
         return shard_parts(state_name(shard, key), shard, value)
     name = state_name(shard, key) if value.dim() == 0 else own_state_name(shard, key)
@@ -64,12 +64,12 @@ def state_parts(shard: ParameterShard, key: str, value: Tensor) -> Iterable[Part
 
 
 def state_name(shard: ParameterShard, key: str) -> str:
-    """Return the name of an elementwise state of a parameter, or of one that is a number."""
+    """Return the stored name of an optimizer state that is elementwise or a single number."""
     return f"{OPTIMIZER}{key}/{shard.info.name}"
 
 
 def own_state_name(shard: ParameterShard, key: str) -> str:
-    """Return the name of any other state. The state of a part of a parameter fits only that part, which the name says."""
+    """Return the stored name of any other optimizer state. It contains the part of the parameter, the only one that it fits."""
     name, slicing = state_name(shard, key), slicing_of(shard.info.parameter)
     if slicing is not None:
         name += f" of dim {slicing.dim} {slicing.ranges}"

@@ -115,7 +115,7 @@ class Saver:
             raise error
 
     def _wait_at_exit(self) -> None:
-        """Let the process end when its checkpoint is on the disk. One that fails may have lost ranks: then not for long."""
+        """Wait at exit until the checkpoint is on the disk; only briefly after an exception, as other ranks may be gone."""
         if self._thread is not None:
             fails = not isinstance(getattr(sys, "last_value", None), SystemExit | None)
             self._thread.join(_LONGEST_FAILING_S if fails else None)
@@ -151,7 +151,7 @@ class Saver:
             self._write(job, may_thread=False)
         except Exception as raised:
             self._error = raised
-            # At once too: the next save, which raises it, may never come.
+            # Warn at once, because the next save, which raises the error, may never come.
             warnings.warn(f"checkpoint {job.tag!r} was not saved: {raised}", stacklevel=2)
 
     def _write(self, job: _Job, may_thread: bool) -> None:
@@ -206,9 +206,9 @@ Offer = tuple[str, Sequence[int], Sequence[int], int]
 
 
 def assign(offers: Sequence[Sequence[Offer]]) -> list[list[int]]:
-    """Return the offers (by position) that each rank writes, so that all write about as much.
+    """Return the positions of the offers that each rank writes, balanced so that all ranks write about as many bytes.
 
-    Of equal boxes of one tensor, the rank with the least to write writes one.
+    If several ranks offer the same box of a tensor, the rank with the least to write writes it.
     """
     holders: dict[tuple[int, str, tuple[int, ...], tuple[int, ...]], dict[int, int]] = {}
     for rank, own in enumerate(offers):
@@ -265,10 +265,10 @@ def write_parts(directory: Path, rank: int, parts: Sequence[Part], may_thread: b
         path = directory / f"rank{rank:05}-{number:02}.safetensors"
         values: dict[str, Tensor] = {}
         seen: set[int] = set()
-        # Device memory is moved one file at a time, unless it was before.
+        # Values are moved from the device one file at a time, unless they were moved before.
         for k, part in enumerate(to_host(own, copied=False)):
             tensor = part.values.contiguous()
-            # safetensors takes no two names of one memory, as of a buffer that layers share.
+            # safetensors refuses two names for the same memory, as for a buffer that layers share.
             values[f"{part.name}#{k}"] = tensor.clone() if tensor.data_ptr() in seen else tensor
             seen.add(tensor.data_ptr())
         try:

@@ -1,4 +1,4 @@
-"""A checkpoint of whole tensors, as other programs' files give it, and its writing in this package's format."""
+"""Checkpoint of whole tensors, as read from other programs' files, and the code that writes it in this package's format."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Json = dict[str, Any]
 class WholeCheckpoint:
     """State of a training that another program saved.
 
-    - tensors: whole, by their names in a checkpoint of this package, see format.py.
+    - tensors: name in a checkpoint of this package (see format.py) -> whole tensor.
     - groups: for each pipeline stage, the optimizer's groups, see describe_groups.
     - copies: name of a parameter that is tied to another one -> that one's name.
-    - buffers: names of buffers, where the other program tells them from frozen parameters.
+    - buffers: names of buffers, if the other program distinguishes them from frozen parameters.
     """
 
     tensors: Mapping[str, Tensor]

@@ -80,7 +80,7 @@ def _described(manifest: Manifest) -> tuple[str, str, str, str]:
     size = sum(file.num_bytes for file in manifest.files.values()) / 1e9
     try:
         state = TrainingState.model_validate(manifest.state)
-    except ValidationError:  # weights alone
+    except ValidationError:  # the checkpoint has only weights
         return saved, f"{size:.3g}", "", ""
     layout = f"pp{state.layout['pipe']} tp{state.layout['model']} dp{state.layout['data']}"
     return saved, f"{size:.3g}", str(state.counters.get("global_steps", "")), layout

@@ -74,7 +74,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Explanation:
-    """Meaning of a configuration for a world of data x pipe x model ranks."""
+    """Explanation of a configuration for a world of data x pipe x model ranks."""
 
     values: tuple[Entry, ...]
     left_out: tuple[Entry, ...]

@@ -37,7 +37,7 @@ class Finding:
 
     @property
     def missed(self) -> bool:
-        """Whether the configuration turns it on and it can't run."""
+        """Whether the configuration turns the kernel on, but it can't run."""
         return self.asked and bool(self.reasons)
 
 

@@ -36,7 +36,7 @@ from parallel3d.planner.search.presets import PRESETS
 from parallel3d.planner.search.result import FULL, PlanResult, Prediction, fullness_of
 
 _GIB = 2**30
-# What is offloaded where nothing fits, one after the other: the fastest first. The user's own keys come before these.
+# Ways to offload that are tried in turn if nothing fits, the fastest first. The user's own keys override these.
 _CPU, _NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/local_nvme"}
 _OFFLOADS: Mapping[str, Mapping[str, Any]] = {
     "optimizer state in host memory": {"offload_optimizer": _CPU},
@@ -48,7 +48,7 @@ _OFFLOADS: Mapping[str, Mapping[str, Any]] = {
 
 
 def run(options: argparse.Namespace, process: ForkedCalls | None) -> int:
-    """Plan, or measure or compare alone; return 1 if nothing fits. process: to trace layers in."""
+    """Plan, or only measure or compare; return 1 if nothing fits. process: another process in which layers are traced."""
     console = Console()
     console = console if console.is_terminal else Console(width=140)
     cluster = _cluster(options)
@@ -101,7 +101,7 @@ def run(options: argparse.Namespace, process: ForkedCalls | None) -> int:
 def _offload(planner: Planner, result: PlanResult, console: Console) -> tuple[Planner, PlanResult]:
     """Plan with more and more offload until a layout fits, and print how much memory each of the faster ways lacks.
 
-    result: of the plan without offload, which is returned if nothing fits with offload either.
+    result: the plan without offload, which is returned if nothing fits with offload either.
     """
     model, tried = planner.model, [planner.model.config]
     for name, sections in _OFFLOADS.items():
@@ -268,7 +268,7 @@ def remarks(result: PlanResult) -> Iterator[str]:
         yield f"the 90% intervals of the first and {alike} of {len(others)} others overlap: measure those that matter to you"
     for p in result.best:
         if (share := fullness_of(p.memory) * (1.0 - result.reserve)) > FULL:
-            yield f"{p.layout} takes {share:.0%} of a rank's memory: a little more than predicted, and it fails"
+            yield f"{p.layout} takes {share:.0%} of a rank's memory: it fails if it needs a little more than predicted"
     if winner.units == "half":
         yield "half: config.json counts attention and feed-forward as layers; models.from_hf(..., config=config) builds them so"
     if isinstance(winner.policy, tuple):

@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         server = ThreadingHTTPServer((_LOOPBACK, options.serve), partial(_Live, directory, options.plan))
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"port {options.serve} can't be listened on ({error}); give --serve another one") from error
+        raise ConfigError(f"can't listen on port {options.serve} ({error}); give --serve another one") from error
     print(f"http://{_LOOPBACK}:{server.server_port} shows {directory} as it is; Ctrl-C ends it", flush=True)
     try:
         server.serve_forever()
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 class _Live(BaseHTTPRequestHandler):
-    """Answers with the page as the files are now."""
+    """HTTP handler that serves the page, made from the current files."""
 
     def __init__(self, directory: Path, plan: Path | None, *request: Any):
         self._directory, self._plan = directory, plan

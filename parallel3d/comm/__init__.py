@@ -70,7 +70,7 @@ def all_gather_into_tensor(
 def log_summary(show_straggler: bool = False) -> None:
     """Print on the first rank the table of its collectives that `comms_logger` has logged.
 
-    Bytes are those of the tensor of all ranks; messages between stages, and the package's own kernels, are not in it.
+    Bytes are those of the tensor of all ranks. Messages between stages and the package's own kernels are not included.
     show_straggler: also the time for which the first rank waited for later ones: its latency of each call, less the least
     of all ranks. Collective if given: every rank calls it.
     """

@@ -32,7 +32,7 @@ class AllReduceKernel(Protocol):
         """Start to sum `x`, contiguous, in place, on another stream than the current one."""
 
     def raise_if_failed(self) -> None:
-        """Raise CommunicationError if a peer was late in a sum that has ended. A replayed CUDA graph doesn't ask."""
+        """Raise CommunicationError if a peer was late in a sum that has ended. The replay of a CUDA graph can't check this."""
 
 
 class ReduceScatterKernel(Protocol):
@@ -90,7 +90,7 @@ class Group:
     - handle: torch's process group; None for a group of one.
     - activity: records what this process waits for.
     - own_streams: random streams of this rank's shards.
-    - number: in GROUPS, for operators of compiled graphs.
+    - number: the group's index in GROUPS, for operators of compiled graphs.
     - all_reduce_kernel, reduce_scatter_kernel, shard_messages, gather_copies: replacements of the backend, if an engine has
       opened them for this group (by the `use_` methods).
     """
@@ -138,7 +138,7 @@ class Group:
         return Waiting(self.activity, what, self.ranks if ranks is None else ranks)
 
     def own_stream(self, device: torch.device) -> AbstractContextManager[None]:
-        """Return a context in which each rank draws other numbers on `device`; after it all go on with equal generators.
+        """Return a context in which each rank draws different numbers on `device`; after it, all generators are equal again.
 
         Without it all shards of a tensor would get the same dropout mask. In a group of one, numbers are those of an unsharded
         tensor; otherwise they depend on the number of ranks.
@@ -170,7 +170,7 @@ class ImaginedGroup(Group):
 
 
 class Work(Protocol):
-    """A collective under way."""
+    """A collective in progress."""
 
     def wait(self) -> Any:
         """CPU: block until it is done. CUDA: make the current stream wait, not the host."""
@@ -295,7 +295,7 @@ def all_gather_into(whole: Tensor, shard: Tensor, group: Group) -> Work:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes [n] of a contiguous tensor: its memory, but a copy of one that torch is still to conjugate or negate."""
+    """Return the bytes [n] of a contiguous tensor: a view, or a copy if the tensor has a lazy conjugation or negation."""
     return tensor.resolve_conj().resolve_neg().view(-1).view(torch.uint8)
 
 
@@ -380,7 +380,7 @@ _GLOO_LOST = (
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether communication raises such an exception when another rank has ended."""
+    """Return whether an exception is one that communication raises when another rank has ended."""
     if isinstance(error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _GLOO_LOST)

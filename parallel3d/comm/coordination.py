@@ -28,7 +28,7 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 _MOST_BYTES = 4 << 20
 # The first rank may own the store: it stays until the others have read their answers, but not for ranks that died.
 _LEAVE_S = 10.0
-# How long rank 0's end may take to be known after that of the store that it holds.
+# How many seconds after the end of its store rank 0's end may become known.
 _STORE_S = 1.0
 # Counts how often any rank has given up; below this key, each rank's value of that count when it last gave up.
 _GIVEN_UP = "given_up"
@@ -62,7 +62,7 @@ class CollectiveDecision:
             self._liveness = PeerLiveness(group, connect_s)
 
     def make(self, purpose: str, value: Any, decide: Callable[[list[Any]], Sequence[Any]]) -> Any:
-        """Return this rank's item of decide(every rank's value), which the first rank calls; values and items are JSON's.
+        """Return this rank's item of decide(every rank's value), which the first rank calls; values and items are JSON values.
 
         Raises `raises`, naming the ranks that have not come, at the timeout, and from a PeerError as soon as a rank that has
         not come is known to be gone; on every rank the Parallel3DError that `decide` raises.
@@ -118,7 +118,7 @@ class CollectiveDecision:
             self._number += 1
             if answer["attempt"] in (None, self._attempts):
                 break
-            # It answers an attempt on which this rank gave up while the first rank decided: the others are at the next one.
+            # The answer is to a decision on which this rank gave up while the first rank made it: the others have gone on.
         if "lost" in answer:
             raise PeerError(answer["error"], answer["lost"])
         if "error" in answer:
@@ -140,7 +140,7 @@ class CollectiveDecision:
                 for rank, (purpose, *_) in enumerate(came):
                     self._check(rank, purpose)
                 answers = [{"item": item} for item in decide([value for _, value, _ in came])]
-            except Exception as error:  # whatever it is, the others are waiting for it
+            except Exception as error:  # any kind: the other ranks wait for an answer
                 answers = [{"error": message_of(error), "kind": type(error).__name__}] * self._size
         for rank in range(self._size):
             answers[rank] = {**answers[rank], "purpose": self._purpose, "attempt": attempts.get(rank)}
@@ -191,8 +191,8 @@ class CollectiveDecision:
     def _wait(self, keys: Mapping[int, str]) -> list[int]:
         """Wait until each rank has set its key; return [] or the ranks that have ended without setting it.
 
-        Watchdogs know of it: they see which rank is elsewhere, and not in this decision. Raises CommunicationError at the
-        deadline.
+        The wait is recorded as activity, so that watchdogs see which ranks are not in this decision. Raises CommunicationError
+        at the deadline.
         """
         pauses = _pauses()
         with self._group.activity.waiting(self._group.waiting(self._purpose)):
@@ -209,7 +209,7 @@ class CollectiveDecision:
         return []
 
     def _without_store(self, error: dist.DistError) -> CommunicationError:
-        """Return the error of a store that doesn't answer: it ends with rank 0, unless an agent holds it."""
+        """Return the error for a store that doesn't answer. The store ends with rank 0, unless an agent holds it."""
         deadline, pauses = time.monotonic() + _STORE_S, _pauses()
         while time.monotonic() < deadline:  # a process closes its connections one after the other
             if self.rank and self._liveness.ended([0]):
@@ -264,7 +264,7 @@ def _pauses() -> Iterator[float]:
 _ANSWER_TIMEOUT, _CONNECT_TIMEOUT = timedelta(seconds=5), timedelta(seconds=60)
 _PREFIX = "parallel3d/failures"
 VERDICT_KEY = "verdict"
-"""Key of the ranks' verdict, for the launcher's agent."""
+"""Key of the verdict of the ranks on a failure, for the launcher's agent."""
 SAID_KEY = "said"
 """Key that is there once a rank has printed the verdict."""
 
@@ -301,7 +301,7 @@ def own_agents_store() -> dist.Store | None:
 
 
 def agents_store(address: str, port: int, restarts: int, connect: timedelta = _CONNECT_TIMEOUT) -> dist.Store:
-    """Return that store for the agent itself. restarts: how often it has restarted the workers."""
+    """Return the store of an elastic agent, for the agent itself. restarts: how often it has restarted the workers."""
     store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=connect)
     store.set_timeout(_ANSWER_TIMEOUT)
     return dist.PrefixStore(f"{_PREFIX}/{restarts}", store)

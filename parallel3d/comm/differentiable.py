@@ -32,7 +32,7 @@ from parallel3d.comm.collectives import GROUPS, Group, Work
 from parallel3d.errors import CommunicationError
 from parallel3d.operators import define
 
-# A collective under way: waits (CUDA: makes the current stream wait) and returns the result.
+# A collective in progress: waits (CUDA: makes the current stream wait) and returns the result.
 Started = Callable[[], Tensor]
 
 

@@ -28,7 +28,7 @@ _PAUSE_S, _LOOK_FOR_MISSING_S = 0.05, 1.0
 # Device memory of a CUDA context with the kernels of PyTorch's libraries, all of which are loaded (`_prepare_cuda`): an
 # estimate; it depends on the driver and on PyTorch's build.
 CONTEXT_BYTES = 700 * 2**20
-# Below the ports that Linux gives to outgoing connections, one of which could hold a port of theirs.
+# Below the ports that Linux gives to outgoing connections, which could occupy the port.
 _SLURM_PORTS = range(16384, 32768)
 # Variables of the launchers of MPI: rank, number of ranks, and both on this host.
 _MPI_NAMES = [
@@ -77,7 +77,7 @@ def first_host(node_list: str) -> str:
 
 
 def _adopt_launcher(mpi: bool) -> None:
-    """Set torch's variables under srun and, if `mpi`, mpirun, which set no RANK; those of torchrun and our launcher win."""
+    """Set torch's variables under srun and, if `mpi`, mpirun, unless RANK is set, as by torchrun and our launcher."""
     if "RANK" not in os.environ:
         by_slurm = int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in os.environ
         found = slurm_environment(os.environ) if by_slurm else mpi_environment(os.environ) if mpi else {}

@@ -37,8 +37,8 @@ def host_capacity(limit_gib: float | None = None, proc: Path = Path("/proc/self"
     - limit_gib: the user's limit for all ranks of this host, which replaces those of cgroups (v1 and v2, nested ones too).
     - proc: this process's directory of Linux's proc file system.
 
-    The host's RAM is no limit: a virtual machine's may grow as it is used. Nor is /dev/shm, since slabs are private memory, nor
-    RLIMIT_MEMLOCK, to which CUDA's driver doesn't charge the pages that it pins.
+    The host's RAM is not a limit: a virtual machine's may grow as it is used. Nor is /dev/shm, since slabs are private memory,
+    nor RLIMIT_MEMLOCK, to which CUDA's driver doesn't charge the pages that it pins.
     """
     limits: dict[str, int] = {}
     if limit_gib is not None:
@@ -102,15 +102,15 @@ def check_host_memory(needs: Sequence[int], capacities: Sequence[Mapping[str, in
 
 
 class _Memory(mmap.mmap):
-    """Private anonymous memory, which a CUDA device may know, and forgets before it is unmapped.
+    """Private anonymous memory that may be registered with a CUDA device; it is unregistered before it is unmapped.
 
-    Not a weakref.finalize: mmap calls those after it has unmapped the memory.
+    weakref.finalize would not do: mmap calls finalizers after it has unmapped the memory.
     """
 
     _registered: tuple[int, int, int] | None = None  # process, device, address
 
     def register(self, address: int) -> None:
-        """Take the pages, and register them with the current CUDA device. Warns if CUDA refuses."""
+        """Allocate the pages, and register them with the current CUDA device. Warns if CUDA refuses."""
         size, device = len(self), torch.cuda.current_device()
         part = -(-size // _THREADS)
 
@@ -132,12 +132,12 @@ class _Memory(mmap.mmap):
                 stacklevel=3,
             )
             return
-        # After a fork, writes of this process would go to copies of the pages, but the device would keep to the old ones.
+        # After a fork, this process would write to copies of the pages, but the device would still use the old ones.
         self.madvise(mmap.MADV_DONTFORK)
         self._registered = os.getpid(), device, address
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if self._registered is None or is_finalizing():  # at its end a process gives back all it has
+        if self._registered is None or is_finalizing():  # the end of the process frees everything
             return
         process, device, address = self._registered
         if os.getpid() != process:
@@ -150,13 +150,13 @@ class _Memory(mmap.mmap):
 
 
 def allocate_slab(nbytes: int, pin: bool = False) -> Tensor:
-    """Return host memory of this size and not more, as a tensor of bytes that begins with a page. It is zero.
+    """Allocate exactly this number of bytes of host memory; return a page-aligned tensor of bytes, all zero.
 
-    - pin: take all pages now, and let the current CUDA device copy asynchronously, if there is one. Where CUDA refuses, this
-      warns, and the memory is not pinned. A forked child doesn't have pinned pages.
+    - pin: allocate all pages now, and let the current CUDA device copy asynchronously, if there is one. Where CUDA refuses,
+      this warns, and the memory is not pinned. A forked child doesn't have pinned pages.
 
-    The memory is given back when the last view of it is gone; if pinned, after the device's work. torch's own pinned memory is
-    rounded up to a power of two. Raises OffloadError.
+    The memory is freed when its last view is deleted; if pinned, after the device's work. (torch's own pinned memory would be
+    rounded up to a power of two.) Raises OffloadError.
     """
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)

@@ -22,7 +22,9 @@ Call = tuple[str, int, int]  # kind, bytes of all ranks' tensor, number of ranks
 
 
 class CollectivesLog:
-    """Times this process's collectives. settings: None if it is off. seconds: those of each call.
+    """Log of the times of this process's collectives.
+
+    settings: None if the log is off. seconds: (kind, bytes, number of ranks) -> the seconds of each of these calls.
 
     As in DeepSpeed, each is timed alone: the process waits for the device before and after it, so nothing overlaps.
     """
@@ -32,7 +34,7 @@ class CollectivesLog:
         self.seconds: dict[Call, list[float]] = {}
 
     def begin(self, settings: CommsLoggerConfig) -> None:
-        """Log from now on if the configuration of a new engine says so; go on if another's did."""
+        """Log from now on if the configuration of a new engine says so; an earlier engine's log goes on."""
         if settings.enabled:
             self.settings = settings
 

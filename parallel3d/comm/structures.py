@@ -45,7 +45,7 @@ class Structure:
 
     @classmethod
     def of_skeleton(cls, skeleton: Any) -> Structure:
-        """Return the structure that a skeleton was sent of."""
+        """Return the structure to which a received skeleton belongs."""
         leaves, tree = tree_flatten(skeleton)
         return cls(tree, tuple(leaves))
 
@@ -73,7 +73,7 @@ class Structure:
 
 
 def _found(value: Any, kind: type[T]) -> list[T]:
-    """Return the values of a kind in a pytree, and in dataclasses and pytrees inside it."""
+    """Return the values of type `kind` in a pytree, and in dataclasses and pytrees inside it."""
     found: list[T] = []
     for leaf in tree_leaves(value):
         found += [leaf] if isinstance(leaf, kind) else _found(list(_fields(leaf).values()), kind)
@@ -81,13 +81,13 @@ def _found(value: Any, kind: type[T]) -> list[T]:
 
 
 def _replaced(leaf: Any, kind: type[T], new: Callable[[T], Any]) -> Any:
-    """Return new(leaf) for a leaf of a kind, and a copy of a dataclass with such leaves, in which they are replaced."""
+    """Return new(leaf) for a leaf of type `kind`; for a dataclass with such leaves, a copy in which they are replaced."""
     if isinstance(leaf, kind):
         return new(leaf)
     held = {name: value for name, value in _fields(leaf).items() if _found(value, kind)}
     made = copy(leaf) if held else leaf
     for name, value in held.items():
-        # As it was made: a constructor may compute with tensors, or need more than the fields.
+        # Set without the constructor, which may compute with tensors or need more than the fields.
         object.__setattr__(made, name, tree_map(lambda x: _replaced(x, kind, new), value))
     return made
 

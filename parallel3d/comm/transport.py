@@ -24,7 +24,7 @@ from parallel3d.comm.values import dump, load
 
 _HEADER_TAG, _HOST_TAG = 1, 2
 # A receive posted early spins on its multiprocessors until its message comes, while other kernels compute: with NCCL's own
-# choice, 1F1B of the 7b model on 4 stages took 4% longer. One is too slow for the message itself.
+# choice, 1F1B of the 7b model on 4 stages took 4% longer. A single CTA is too slow for the message itself.
 _CHANNEL_CTAS = 2
 
 
@@ -160,6 +160,6 @@ class Transport:
         return load(payload.numpy().tobytes())
 
     def finish(self) -> None:
-        """Return when all that was posted here is sent."""
+        """Wait until all posted messages have been sent."""
         while self._sent:
             self._sent.popleft()[0].wait()

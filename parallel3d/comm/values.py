@@ -114,7 +114,7 @@ def _class(name: str, is_allowed: Callable[[Any], bool]) -> Any:
 def _decode(value: Any) -> Any:
     if isinstance(value, list):
         return [_decode(item) for item in value]
-    if not isinstance(value, dict):  # of JSON's; to ask for a Mapping takes most of the time
+    if not isinstance(value, dict):  # JSON gives dicts; an isinstance check for Mapping would take most of the time
         return value
     if _KIND not in value:
         return {key: _decode(item) for key, item in value.items()}

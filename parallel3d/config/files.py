@@ -156,7 +156,7 @@ def parse_hjson(text: str, name: Path | str) -> object:
 
 
 def _load_hjson(text: str, **hooks: Any) -> object:
-    """Parse JSON first: of the Infinity that json.dump writes Hjson would make a text, with what follows on its line."""
+    """Parse as JSON first: Hjson would read the Infinity that json.dump writes, and the rest of its line, as a string."""
     try:
         return json.loads(text, **hooks)
     except json.JSONDecodeError:
@@ -203,9 +203,9 @@ def _parse_json(loads: Callable[..., object], text: str, name: Path | str) -> ob
         raise
     except RecursionError:
         raise ConfigError(f"{name} is nested too deep; flatten it") from None
-    except ValueError as error:  # of hjson, for a character that there isn't
+    except ValueError as error:  # raised by hjson for an invalid character
         raise ConfigError(f"{name} is not JSON: {error}; correct it there") from None
-    except IndexError:  # of hjson, which looks for the end of a comment, and for the line before ''', past the text
+    except IndexError:  # raised by hjson, which looks past the text for a comment's end, and for the line before '''
         raise ConfigError(
             f"{name} ends within a comment, or has ''' on its first line; close the comment, or begin a new line before '''"
         ) from None
@@ -251,7 +251,7 @@ class _Loader(yaml.SafeLoader):
             nodes = (n for pair in pairs for n in pair) if isinstance(node, yaml.MappingNode) else pairs
             return ((inner, inner.start_mark) for inner in nodes)
 
-        if root is not None:  # before anything is made of it: merged keys are copied
+        if root is not None:  # checked before objects are constructed, because merged keys are copied
             for _ in _walk(root, root.start_mark, inside, lambda mark: f"{mark.name}, line {mark.line + 1}"):
                 pass
         return root

@@ -34,7 +34,7 @@ _FLAGS: dict[str, tuple[str, Any]] = {
     **{name: ("policy", name) for name in SELECTIVE},
     **{name: ("schedule", name) for name in SCHEDULES},
 }
-_POLICIES = {"none": "ckpt0", "full": "ckpt1"}  # of activation_checkpointing.policy, which have other words
+_POLICIES = {"none": "ckpt0", "full": "ckpt1"}  # values of activation_checkpointing.policy that have other words here
 _TWO_CHUNKS = ("interleaved", "zb-looped", "zbv")  # schedules that run 2 chunks a stage unless a word says otherwise
 
 # The configuration's key of each field.
@@ -195,8 +195,8 @@ def configuration(
 
     A complete layout without a policy that recomputes layers keeps policies by layer.
 
-    A complete layout with ZeRO-2 or 3 reduces in every micro-batch, without which it saves no gradients, unless `base` sets
-    reduce_per_micro_batch to false.
+    A complete layout with ZeRO-2 or 3 reduces gradients in every micro-batch, without which gradients would take as much memory
+    as unsharded ones, unless `base` sets reduce_per_micro_batch to false.
     """
     given = {*layout.given, *_AXES} if isinstance(layout, PartialLayout) else _KEYS.keys()
     config: dict[str, Any] = {key: value for key, value in base.items() if key != "train_batch_size"}
@@ -222,7 +222,7 @@ def configuration(
     each = given_section(config, "zero_optimization").get("reduce_per_micro_batch")
     if layout.zero >= 2 and not isinstance(layout, PartialLayout):
         config["zero_optimization"]["reduce_per_micro_batch"] = each is not False
-    elif each is True and layout.zero < 2 and "zero" in given:  # which these stages refuse
+    elif each is True and layout.zero < 2 and "zero" in given:  # stages 0 and 1 refuse it
         config["zero_optimization"]["reduce_per_micro_batch"] = "auto"
     return config
 

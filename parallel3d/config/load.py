@@ -50,7 +50,7 @@ def load(source: Source, auto: Mapping[str, Any] | None = None, known: Mapping[s
 
 
 def load_sections(source: Source, *sections: str) -> Config:
-    """Return a Config of these sections alone, all if none is named. The "auto"s of others may be filled later."""
+    """Return a Config of only these sections, or of all if none is named. Values "auto" of other sections may stay open."""
     return source if isinstance(source, Config) else read(source, sections=sections).config
 
 
@@ -88,7 +88,7 @@ def read_source(source: object) -> tuple[str, Mapping[str, Any]]:
 def _nested(given: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the mapping with keys such as "zero_optimization.reduce_bucket_size" in their sections, as TRL writes them.
 
-    What a section gives itself is kept. Sizes of such keys, which may be fractions, are rounded down.
+    A value that the section itself gives is kept. Sizes in dotted keys, which may be fractions, are rounded down.
     """
     nested = dict(given)
     for path in [key for key in given if isinstance(key, str) and key.partition(".")[2]]:

@@ -311,7 +311,7 @@ class Config(Section, keys="top level"):
     @model_validator(mode="after")
     def _one_precision(self) -> Config:
         on = [name for name in ("fp16", "bf16", "torch_autocast", "amp") if getattr(self, name).enabled]
-        # With bf16 or fp16 weights, torch_autocast still chooses the dtype of single operations.
+        # torch_autocast may be combined with bf16 or fp16 weights: it chooses the dtype of single operations.
         if len(on) > 1 and not ("torch_autocast" in on and "amp" not in on and len(on) == 2):
             raise ValueError(f"{' and '.join(on)} are enabled at once; set enabled to false in all of them but one")
         if self.fp8.enabled and (others := [name for name in on if name != "bf16"]):

@@ -67,7 +67,7 @@ class KnownKey:
 
     def asks_nothing(self, value: object) -> bool:
         """Return whether this value changes nothing here."""
-        # False is no such value for a key whose `same` has True.
+        # A false value usually asks for nothing, but not False for a key whose `same` has True.
         if value in self.same or (not value and (value is not False or True not in self.same)):
             return True
         if isinstance(value, Mapping) and (self.switch in self.inner or self.switch in value):
@@ -127,7 +127,7 @@ def dumped(value: object) -> object:
 
 
 def whole(value: object) -> object:
-    """Convert 5e8 to 500000000; other values stay as they are, and are refused later."""
+    """Convert a float that is a whole number, such as 5e8, to an int; return other values unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

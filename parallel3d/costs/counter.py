@@ -22,7 +22,7 @@ _CALLS_PER_COLLECTIVE = 9
 # Host time to replay a layer's forward or backward as a CUDA graph, in operator calls: 10 us.
 _REPLAY = 1 / 3
 _IS_DEVICE = torch.ops.prim.device.default  # FakeTensor.device
-# GEMMs into a given tensor of another dtype. Tensors without memory can do without; PyTorch 2.11 can't run the second.
+# GEMMs into a given tensor of another dtype. They needn't run on tensors without memory; PyTorch 2.11 can't run the second.
 _GEMMS_INTO = [op.dtype_out for op in (torch.ops.aten.mm, torch.ops.aten.addmm) if "dtype_out" in op.overloads()]
 _GEMMS_INTO += [torch.ops.aten._scaled_mm.out]
 # The compiler recomputes them like element-wise operators.
@@ -63,9 +63,9 @@ class _Recomputable:
         self._sources: dict[int, Mapping[int, weakref.ref[UntypedStorage]]] = {}
 
     def read(self, storages: Sequence[UntypedStorage], region: Collection[int]) -> None:
-        """Note that an operator reads these: those not made by the current region have to be in memory.
+        """Note that an operator reads these storages. Those that the current region has not made must be in memory.
 
-        region: keys of what the current region has made.
+        region: keys of the storages that the current region has made.
         """
         for storage in storages:
             if storage._cdata not in region:
@@ -98,7 +98,7 @@ class _Recomputable:
         return sorted(recomputed.difference(outputs))
 
 
-# Fields of Work -> the field of what is in float32 or wider.
+# Field of Work -> the field that counts the same work in float32 or wider dtypes.
 _FP32_FIELDS = {"gemm_flops": "fp32_gemm_flops", "attention_flops": "fp32_attention_flops"}
 
 
@@ -131,7 +131,7 @@ class OperatorCounter(TorchDispatchMode):
         self._read: dict[int, int] = {}
         self._pending: dict[int, int] = {}
         self._recomputable = _Recomputable()
-        self._uncounted: set[int] = set()  # alive here, but not in a compiled training
+        self._uncounted: set[int] = set()  # storages that are alive here, but would not be in compiled training
         self._results = MetaResults()
 
     @classmethod
@@ -267,7 +267,7 @@ class OperatorCounter(TorchDispatchMode):
         self._parts = []
 
     def start_trace(self, weights: Iterable[Tensor]) -> None:
-        """Drop what a trace that failed has left, and count these tensors as weights."""
+        """Drop the counts that a failed trace has left, and count these tensors as weights."""
         self.take()
         self.weights = frozenset(map(storage_of, weights))
 

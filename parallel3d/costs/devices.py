@@ -16,7 +16,7 @@ from parallel3d.costs.work import Work
 from parallel3d.errors import ConfigError, nearest
 
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30}
-# A unit's last part, by what it makes of the number. Bits are written with a small b, as data sheets do.
+# Last part of a unit -> factor of the number. Bits are written with a small b, as in data sheets.
 _UNITS: Mapping[str, Mapping[str, float]] = {
     "bytes a second": {"": 1.0, "B/s": 1.0, "Bps": 1.0, "b/s": 0.125, "bps": 0.125, "bit/s": 0.125},
     "bytes": {"": 1.0, "B": 1.0},
@@ -26,7 +26,7 @@ _UNITS: Mapping[str, Mapping[str, float]] = {
 
 
 def _quantity(text: str, unit: str) -> float | None:
-    """Read '400 Gb/s' as 50e9 bytes a second; return None for what is no such quantity."""
+    """Read '400 Gb/s' as 50e9 bytes a second; return None for text that is not such a quantity."""
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*([^\d\s].*)?", text.strip(), re.IGNORECASE)
     if match is None:
         return None
@@ -88,12 +88,12 @@ class Device(Described):
       memory_bandwidth; small or narrow products are slower by that.
     - fp8_flops: the same of products in fp8; 0 for as many as gemm_flops.
     - fp32_flops: the same of products and attention in float32, without TF32 as is PyTorch's default; 0 for as many as in bf16.
-    - attention_flops: FLOP/s of fused attention. Only the products that a causal kernel computes count, recomputation included.
+    - attention_flops: FLOP/s of fused attention, counting only the products that a causal kernel computes, with recomputation.
     - memory_bandwidth: bytes a second, read and written, in an addition of long tensors.
     - kernel_seconds: further seconds of any kernel.
     - host_seconds: seconds that the host needs to call an operator in the forward or backward of a training, Python included;
       0 where the host is the device.
-    - host_bandwidth: bytes a second that it copies from and to pinned host memory, in each direction while both are in use.
+    - host_bandwidth: bytes a second of copies from and to pinned host memory, in each direction while both are in use.
     - host_memory: bytes of the host's memory for each device; host_memory_bandwidth: bytes a second that an optimizer's step on
       the CPU reads and writes there; disk_bandwidth: bytes a second that are read from a local disk, and as many written, for
       each device.
@@ -154,7 +154,7 @@ def presets() -> Presets:
 class Catalogue:
     """Devices by name, in any case: the presets, and further devices of a cluster's YAML.
 
-    described: values of each device, and its `base`: a preset, or a device above it, whose values it has but for those given.
+    described: values of each device, and its `base`: a preset, or an earlier device, whose values are used where none is given.
     Raises ConfigError for a name that a device has already, an unknown base, and missing or wrong values.
     """
 
@@ -200,7 +200,7 @@ class Catalogue:
 
 @cache
 def preset_devices() -> Catalogue:
-    """Return the devices of devices.yaml alone."""
+    """Return only the devices of devices.yaml."""
     return Catalogue()
 
 

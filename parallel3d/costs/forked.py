@@ -31,7 +31,7 @@ class Service(Protocol):
 
 
 class ForkedCalls:
-    """Two processes that call a function. imports: modules that they import first, while this process goes on.
+    """Two forked processes that call a function. imports: modules that they import first, while this process goes on.
 
     No thread of this process may hold a lock that the imports or the function need.
     """
@@ -44,9 +44,9 @@ class ForkedCalls:
             connection.close()  # so that the end of a process ends its connection
 
     def begin(self, service: Service, ahead: Sequence[Any]) -> bool:
-        """Give each process a copy of the function, and its keys to call it for in this order before they are asked for.
+        """Send each process a copy of the function, and the keys for which to call it in advance, in this order.
 
-        Return whether that could be sent: a function may refer to what can't be pickled.
+        Return False if they can't be sent, because the function refers to objects that can't be pickled.
         """
         try:
             for number, connection in enumerate(self._connections):
@@ -76,7 +76,7 @@ def _serve(served: Sequence[Connection], others: Sequence[Connection], imports: 
     connection, other = served if os.fork() else served[::-1]
     for end in (other, *others):
         end.close()
-    # Whatever fails here is done again by the process that asks, which then tells of it.
+    # A call that fails here is repeated by the process that asks, which then raises the error.
     with suppress(Exception):
         service, keys = connection.recv()
         ahead: deque[Any] = deque(keys)

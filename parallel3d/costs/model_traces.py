@@ -40,15 +40,15 @@ TraceKey = tuple[int, Slicing, SelectivePolicy | None, int]
 
 @dataclass
 class TracedModel:
-    """A model to trace, in several lists of layers: those that are alike are traced once.
+    """A model to trace, divided into layers in one or several ways. Layers that are alike are traced once.
 
     - loss_fn: as PipelineModule takes it.
     - sample: (inputs, labels) of one micro-batch.
     - device: type of the device on which it trains, "cpu" or "cuda".
     - instead: advice of errors, for layers that can't be traced.
     - inner: kinds of layers that are neither the first nor the last of a model: those that may compute in fp8.
-    - distinct: layers that were traced, none like another; losses: traces of the loss by all that they depend on, which
-      sequence parallelism is no part of.
+    - distinct: layers that were traced, none like another; losses: traces of the loss, by all that they depend on (not on
+      sequence parallelism).
 
     If torch.compile runs the layers, a loss with a method `in_one`, which returns the loss computed over all positions at once,
     is traced so, since the engine compiles it in that form.
@@ -98,16 +98,16 @@ class TracedModel:
         return self._slicings[slicing].profiles(self._lists[number], policy, samples)
 
     def following(self, key: TraceKey) -> list[TraceKey]:
-        """Return the same of the other lists, after layers of the first one that are recomputed in part."""
+        """Return the corresponding keys of the other lists, if `key` is of the first list with partial recomputation."""
         return [(n, *key[1:]) for n in range(1, len(self._lists)) if key[0] == 0 and key[2] is not None]
 
     def process(self, key: TraceKey) -> int:
-        """Return which of two processes traces it: all of one number of tensor-parallel ranks in one, for they share losses."""
+        """Return which of two processes traces a key: one process for each tensor-parallel degree, whose keys share losses."""
         return key[1][0].bit_length() % 2
 
     @cached_property
     def counter(self) -> OperatorCounter:
-        """Counts operators and collectives of all traces."""
+        """Counter of the operators and collectives of all traces."""
         compiled = self.config.compile.enabled
         return OperatorCounter(self.instead, compiled, compiled and self.config.cuda_graphs is True)
 
@@ -133,8 +133,8 @@ class TracedModel:
 class ModelTraces:
     """Traces a model's layers on the first of `tensor_ranks` tensor-parallel ranks.
 
-    On the meta device, which is faster, until a layer wants to know more of tensors than there is; then on fake tensors. The
-    CPU's attention is traced on fake tensors alone, and so is autocast, which the meta device doesn't have.
+    Layers are traced on the meta device, which is faster, until one needs more than meta tensors have; then on fake tensors.
+    The CPU's attention is traced only on fake tensors, and so is autocast, which the meta device doesn't have.
     """
 
     def __init__(self, model: TracedModel, tensor_ranks: int, sequence_parallel: bool):
@@ -161,7 +161,7 @@ class ModelTraces:
     ) -> tuple[LayerProfile, ...]:
         """Return the profile of each layer, see TracedModel.
 
-        policy: that recomputes a part of each layer, as activation_checkpointing.policy; None if nothing is recomputed.
+        policy: activation_checkpointing.policy, if it recomputes a part of each layer; None if nothing is recomputed.
         """
         try:
             return self._profiles(layers, policy, samples)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 _ATTENTION = "_scaled_dot_product_"
-# They read as many bytes as they write, however large the table is.
+# Operators that read as many bytes as they write, however large the table is.
 _LOOKUPS = {"embedding", "index_select", "index", "gather"}
 _WRITE_NOTHING = ("empty", "new_empty", "lift")
 # GEMMs, [..., m, k] x [..., k, n], with the number of operands that precede the two matrices. PyTorch's own formulas fail
@@ -30,7 +30,7 @@ def cost_of(
 ) -> tuple[str, float]:
     """Return the cost of a call of an operator that makes no view: the field of Work that it counts for, and the number.
 
-    It follows from shapes alone. The field is `gemm_flops` for a matrix product, `attention_flops` for fused attention,
+    It depends only on shapes. The field is `gemm_flops` for a matrix product, `attention_flops` for fused attention,
     `moved` for any other operator.
     read: tensors of its arguments; written: tensors of its result `out`; both from tensors_of.
     """
@@ -41,7 +41,7 @@ def cost_of(
         return "gemm_flops", 2.0 * left.numel() * right.shape[-1]
     if name in _GROUPED:
         left, right = args[:2]
-        # Of a matrix for each expert and tokens along the result's columns, each expert multiplies its tokens alone.
+        # With a matrix for each expert and tokens along the result's columns, each expert multiplies only its own tokens.
         experts = left.shape[0] if left.dim() > right.dim() else 1
         return _GROUPED[name], 2.0 * left.numel() * right.shape[-1] / experts
     if name.startswith(_ATTENTION):
@@ -54,7 +54,7 @@ def cost_of(
 
 
 def step_flops(forward: float, parameters: Iterable[nn.Parameter]) -> float:
-    """Return the FLOPs of a step whose forwards took these. parameters: of the layers; of them some may be frozen.
+    """Return the FLOPs of a step from those of its forwards. parameters: of the layers; some may be frozen.
 
     A backward has each product of the forward once more for the gradient of an activation, and again for that of a weight.
     """

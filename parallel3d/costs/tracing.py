@@ -175,7 +175,7 @@ class LayerTrace:
 
     def _held_now(self) -> Held:
         groups = self._input_memories, self._output_memories, self._output_gradients, self._input_gradients
-        # Of each group the indices of those that something keeps.
+        # For each group, the indices of the tensors that something keeps.
         held = [frozenset(k for k, memory in enumerate(group) if memory.is_held) for group in groups]
         made = zip(self._output_memories, self.outputs, strict=True)
         shared = [memory for memory, boundary in made if boundary.source is None]

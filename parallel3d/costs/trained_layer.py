@@ -65,7 +65,7 @@ class TrainedLayer:
         accumulator_dtype: Callable[[torch.dtype], torch.dtype],
         least_work: int | None = 0,
     ) -> TrainedLayer:
-        """Put a layer, built as `module`, in training mode on `device`, cast as `initialize` casts it; a function stays.
+        """Put a layer, built as `module`, in training mode on `device`, cast as `initialize` casts it; functions stay.
 
         accumulator_dtype: of a parameter's dtype as built; least_work: of make_splittable, None to leave it out.
         """

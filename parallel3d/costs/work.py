@@ -15,7 +15,7 @@ CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective over the tensor-parallel group. nbytes: of the whole tensor, reduced, gathered or to be scattered."""
+    """A collective over the tensor-parallel group. nbytes: bytes of the whole tensor that is reduced, gathered or scattered."""
 
     kind: CollectiveKind
     nbytes: float
@@ -29,14 +29,14 @@ class Collective:
 class Work:
     """Work of a device, and of the host that feeds it.
 
-    - gemm_flops: FLOPs of matrix products but those in fp8, which are fp8_flops; attention_flops: FLOPs of fused attention;
-      fp32_gemm_flops, fp32_attention_flops: those of them in float32 or wider, without tensor cores.
+    - gemm_flops: FLOPs of GEMMs that are not in fp8; fp8_flops: FLOPs of those that are; attention_flops: FLOPs of fused
+      attention; fp32_gemm_flops, fp32_attention_flops: the part in float32 or wider, without tensor cores.
     - moved: bytes that all other kernels read and write.
     - kernels: number of kernel launches.
     - operands: bytes that matrix products read and write, without those of weights and their gradients.
     - weights: bytes of weights and their gradients that matrix products read and write; the same for any number of samples.
     - operators: number of operators that the host calls, also those that are fused into one kernel.
-    - exchanges: over the tensor-parallel group.
+    - exchanges: collectives over the tensor-parallel group, with the work that overlaps each.
     """
 
     gemm_flops: float = 0.0

@@ -22,7 +22,7 @@ def _do_nothing(*_: object, **__: object) -> None:
     pass
 
 
-# What torch.cuda has and torch.cpu lacks: memory is that of the process; there is neither a cache nor a profiler of ranges.
+# Functions that torch.cuda has and torch.cpu lacks. Memory is that of the process; the cache and profiler ranges do nothing.
 _RESIDENT, _PEAK = partial(_host_bytes, "resident"), partial(_host_bytes, "peak")
 _ON_THE_HOST = SimpleNamespace(
     **dict.fromkeys(("memory_allocated", "memory_reserved", "memory_cached"), _RESIDENT),

@@ -69,10 +69,10 @@ class DeepSpeedEngine(WritingEngine):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DataLoader[Any]:
-        """Return a loader of micro-batches: for route "train" without a sampler as `initialize` makes it of training_data.
+        """Return a loader of micro-batches: for route "train" without a sampler, as `initialize` makes it of training_data.
 
-        Else of all samples, in the sampler's order or the dataset's. batch_size: a micro-batch's by default. Only such a loader
-        has workers: they would read ahead of the position that a checkpoint saves of the others.
+        Otherwise the loader yields all samples, in the order of the sampler or the dataset. batch_size: the micro-batch size by
+        default. Only such a loader has workers: with others, workers would read ahead of the position that a checkpoint saves.
         """
         size = batch_size or self.train_micro_batch_size_per_gpu()
         if data_sampler is None and route == "train":
@@ -343,18 +343,18 @@ class DeepSpeedEngine(WritingEngine):
     def generate(self, *inputs: Any, **options: Any) -> Tensor:
         """Return the prompts and the tokens that follow them, [batch, seq + new], on every rank.
 
-        A model that is no list of layers is given all to its own `generate`, at ZeRO-3 with synced_gpus. Else every rank of a
-        replica passes the same arguments, which have transformers' names:
+        For a model that is no list of layers, all arguments go to its own `generate`, with synced_gpus at ZeRO-3. Otherwise
+        every rank of a replica passes the same arguments, which have transformers' names:
 
         - input_ids: the prompts [batch, seq].
         - max_new_tokens: most tokens to append, the same on all replicas.
         - attention_mask: [batch, seq], 0 at padding, which is on the left.
-        - do_sample (False): draw tokens, instead of taking the likeliest. temperature (1.0), top_k (None), top_p (1.0): divide
-          the logits, and leave all but the k likeliest or the likeliest of together p.
-        - eos_token_id: a token, or several, after any of which pad_token_id follows. It ends when all prompts have.
-        - seed: of the drawn tokens, of which each replica draws its own; by default one that torch's generator draws.
+        - do_sample (False): draw tokens, instead of taking the likeliest. temperature (1.0): divides the logits. top_k (None),
+          top_p (1.0): draw only from the k likeliest tokens, or from the likeliest with a total probability of p.
+        - eos_token_id: one or several tokens that end a sequence; pad_token_id follows. Generation ends when all have ended.
+        - seed: seed of the drawn tokens, which differ between replicas; by default torch's generator draws it.
 
-        Keys and values are kept: each step runs the new token alone. Collective. Raises ConfigError on all ranks.
+        Keys and values are kept: each step runs only the new token. Collective. Raises ConfigError on all ranks.
         """
         self.reports.monitor.pause()
         together = self.update.policy.stage == 3 and self.dp_world_size > 1
@@ -372,7 +372,7 @@ class DeepSpeedEngine(WritingEngine):
     def empty_partition_cache(self) -> None:
         """Do nothing: weights are released as soon as a layer has run."""
 
-    sparse_tensor_module_names: frozenset[str] = frozenset()  # gradients are reduced dense
+    sparse_tensor_module_names: frozenset[str] = frozenset()  # gradients are reduced as dense tensors
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Return True: whole weights can always be saved."""

@@ -11,7 +11,7 @@ from importlib.util import spec_from_loader
 from types import ModuleType
 from typing import Any
 
-# DeepSpeed's version with these names, for libraries that ask for a minimum; the part after + tells the two apart.
+# DeepSpeed's version with these names, for libraries that ask for a minimum; the part after + marks this package.
 VERSION = "0.19.8+parallel3d"
 _NAME, _OWN = "deepspeed", "parallel3d"
 # Modules whose names are all in deepspeed.names.
@@ -62,7 +62,7 @@ class Alias(Loader):
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run nothing: the module has been."""
+        """Run nothing: the module has been executed already."""
         module.__spec__ = self._spec  # importing has set that of the alias
 
 

@@ -58,12 +58,12 @@ class WritingEngine(Engine):
         self.reports.trace(StepTracer(steps, Path(chosen), memory, self.process_groups, self.pipeline_module.device))
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """Do what Engine's does, and count its FLOPs in the step that `flops_profiler` names."""
+        """Do what Engine's does, and count the FLOPs in the step that `flops_profiler` names."""
         with counting(self, first=True):
             return super().train_batch(data_iter)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Do what Engine's does, and count its FLOPs in the step that `flops_profiler` names."""
+        """Do what Engine's does, and count the FLOPs in the step that `flops_profiler` names."""
         with counting(self, first=self.pipeline_module.training and not self.progress.num_backwards):
             return super().__call__(*args, **kwargs)
 

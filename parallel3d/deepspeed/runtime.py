@@ -50,7 +50,7 @@ _orig_torch_arange = torch.arange
 
 
 def __getattr__(name: str) -> Any:
-    """Import a module when it is used: DeepSpeed has imported each, here they take long."""
+    """Import a module when it is used, because importing takes long; DeepSpeed imports them all at once."""
     if f"runtime.{name}" not in PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return import_module(f"parallel3d.{PLACES[f'runtime.{name}']}")

@@ -101,7 +101,7 @@ class PipeSchedule(ABC):
 
 
 class InferenceSchedule(PipeSchedule):
-    """Forwards alone; a stage is one step later than the one before."""
+    """Only forwards; each stage is one step later than the one before."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """Yield the instructions of each of the micro_batches + stages - 1 steps."""

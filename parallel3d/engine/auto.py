@@ -144,7 +144,7 @@ class AutoSchedule:
         batch = self._memory.batch
         learned = learn_chunks([(i, change) for i, change, _ in batch.held])
         own = {c: (b.saved + b.received + b.loaded, b.deferred) for c, b in learned.items()}
-        # Besides what is held for a backward: workspace, and an output that waits to be sent.
+        # Memory beyond what is held for backwards: workspace, and an output that waits to be sent.
         others = batch.peak - batch.most_held + max((b.output for b in learned.values()), default=0)
         mine = (self._model.stage_id, own, _room(self._model.device, batch.start, others))
         everyone = all_gather_object(mine, self._model.groups.control)

@@ -127,7 +127,7 @@ def check_metrics(scheduler: Any, lr_kwargs: Mapping[str, Any]) -> None:
 class StepByCalls:
     """Runs the micro-batches of a step one by one, as the script calls them.
 
-    - module: called by forward: the model itself, or the module that it wraps.
+    - module: the module that `forward` calls: the model itself, or the module that it wraps.
     - data: has the number of micro-batches of a step.
     - attending: makes contexts for backwards, in which layers may be recomputed.
     - on_loss: called with the loss of each micro-batch, if given.
@@ -245,9 +245,10 @@ class StepByCalls:
         Variable._execution_engine.queue_callback(forget)
 
     def begin_own(self, parameter: nn.Parameter) -> None:
-        """Begin the backward that brings a parameter's gradient next, if the script runs it itself, as by loss.backward().
+        """Begin the backward that brings a parameter's gradient next, if the script itself runs it, as by loss.backward().
 
-        What `backward` does around it is done here, and by a callback at its end; gradients are multiplied as they arrive.
+        This method and a callback at the backward's end do what `backward` does around it. Gradients are multiplied as they
+        arrive.
         """
         progress = self._progress
         if self._around is not None or progress.record is None or not accumulates(get_gradient_edge(parameter).node):

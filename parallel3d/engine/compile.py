@@ -38,7 +38,7 @@ class Compilation:
     """Compiles the layers of this rank, and reports where their graphs break.
 
     sink: takes the gradients of layers that tensor parallelism has sharded, see open_ports.
-    blocks: with ZeRO-3 of a module that is no pipeline, its units, which are compiled instead of the whole module.
+    blocks: with ZeRO-3, the units of a module that is not a pipeline, which are compiled instead of the whole module.
     num_layers: the number of compiled layers. broke: whether graphs broke in the first step.
     """
 
@@ -96,7 +96,7 @@ class Compilation:
                 )
 
     def _compile_layer(self, module: nn.Module, options: Mapping[str, Any]) -> None:
-        """Compile a layer in its own way, or as nn.Module.compile does; what is recomputed in part becomes so in its graph."""
+        """Compile a layer by its own method, or as nn.Module.compile does, with selective recomputation inside its graph."""
         unwatch(module)
         policy = self._model.calls.policy_of(module)
         if policy in SELECTIVE:
@@ -108,7 +108,7 @@ class Compilation:
             module.compile(**options)
 
     def _note_progress(self) -> None:
-        """Have each compilation of this process noted as a move, so that a slow first step is not taken for a hang."""
+        """Record each compilation of this process as progress, so that a slow first step is not taken for a hang."""
         from torch._dynamo.callback import callback_handler
 
         if not self.is_compiled:

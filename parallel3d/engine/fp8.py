@@ -26,7 +26,7 @@ from parallel3d.zero.external import WatchedParameters
 from parallel3d.zero.fp8_weights import Fp8Weights, can_gather_in_fp8, mark_weights
 from parallel3d.zero.weights import weights_of
 
-# Ada's; Hopper's is 9.0.
+# Compute capability of Ada; that of Hopper is 9.0.
 _LEAST_CAPABILITY = (8, 9)
 # A linear and its name.
 Named = tuple[str, nn.Module]
@@ -62,7 +62,7 @@ def linears_between(layers: Iterable[tuple[int, nn.Module]], num_layers: int) ->
 
 
 def use_fp8(linears: Sequence[Named], fp8: Fp8, sink: GradientSink, control: Group) -> None:
-    """Let the linears compute in fp8 whose sizes allow it on all ranks, and which fp8.filter leaves.
+    """Let those linears compute in fp8 whose sizes allow it on all ranks and that fp8.filter does not exclude.
 
     sink: gets the weight gradients of plain linears. control: the world. Raises ConfigError, on all ranks, for a filter that
     matches no linear, and if none is left. Collective.
@@ -87,14 +87,14 @@ def use_fp8(linears: Sequence[Named], fp8: Fp8, sink: GradientSink, control: Gro
 
 
 def _choose(linears: Sequence[Named], choice: LayerNames) -> tuple[dict[str, set[str]], set[str], set[str]]:
-    """Return the names that each pattern of fp8.filter leaves out, those of linears of fitting sizes, and the chosen ones."""
+    """Return the names that each pattern of fp8.filter excludes, the names of linears of fitting sizes, and the chosen ones."""
     stays = {pattern: {name for name, _ in linears if re.search(pattern, name)} for pattern in patterns_of(choice)}
     fits = {name for name, linear in linears if fits_fp8(linear)}
     return stays, fits, fits.difference(*stays.values())
 
 
 def mark_gathers(model: PipelineModule, config: Config) -> None:
-    """Let ZeRO-3 gather the weights of fp8 linears in fp8, before buckets are made; not those that others may read."""
+    """Mark the weights of fp8 linears that ZeRO-3 may gather in fp8, before buckets are made; see mark_weights."""
     chosen: list[nn.Module] = []
     if can_gather_in_fp8(config):
         linears = linears_of(model)

@@ -30,7 +30,7 @@ class LossShare:
     ) -> LossShare:
         """Add up losses, and counts if there are any, each multiplied by the weight that its gradient had.
 
-        Raises ConfigError if there are counts for some of the losses alone.
+        Raises ConfigError if there are counts for only some of the losses.
         """
         if counts and len(counts) != len(losses):
             raise ConfigError(

@@ -185,7 +185,7 @@ class Reports:
         self.memory = MemoryProfile(program, memory, MemoryRecorder(self._model.device))
 
     def also(self, record: Recorder) -> Recorder:
-        """Nest what else this step records of its instructions."""
+        """Nest the step's other recorders of instructions inside `record`."""
         if self.monitor.counts_flops():
             self._flops = ForwardFlops()
             record = nest(record, self._flops)
@@ -268,7 +268,7 @@ class Reports:
             workspace, needed = profile.batch.peak, profile.step.peak
             if units is not None:  # more may have been gathered in other batches, while there were fewer activations
                 gathered = peak_live(profile.program.instructions[self._model.stage_id], sizes)
-        # On CUDA the allocator's count has what is gathered in the batch, too.
+        # On CUDA the allocator's count includes the weights gathered in the batch.
         recorded = profile is not None and self._model.device.type == "cuda"
         beside = measured.backward - (measured.gathered if recorded else 0)
         rows = {f.name: (getattr(predicted, f.name), getattr(measured, f.name)) for f in fields(StateBytes)}
@@ -308,7 +308,7 @@ class Reports:
         layout, model = self.layout(program.num_micro_batches), self._model
         infos = (*model.parameter_infos(), *model.frozen_infos())
         config = self._config.model_dump(mode="json")
-        # A reader doesn't know the device's memory, by which "auto" was resolved.
+        # "auto" was resolved by the device's memory, which a reader of the record doesn't know.
         config["zero_optimization"]["reduce_per_micro_batch"] = self._update.policy.reduce_per_micro_batch
         config["compile"]["cuda_graphs"] = self.replays
         if leaves_open(self._config.activation_checkpointing.policy):

@@ -222,7 +222,7 @@ class Checkpoints:
         self._update.sharded.settle()
         if self._update.units is not None:
             self._update.units.release_all()  # the shards are read, not what is gathered
-        for bucket in self._update.reducer.all_buckets():  # what a script has written is kept where nothing is read
+        for bucket in self._update.reducer.all_buckets():  # keep a script's writes to weights that aren't loaded
             bucket.follow_weights(self._update.sharded.settle)
         loading.read()
         self._replica_state.load(loading.replica)

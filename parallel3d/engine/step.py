@@ -55,7 +55,7 @@ class BatchRunner:
     """Runs batches by the schedule, with the layers' random streams and the configured attention kernels.
 
     - attention: makes contexts in which the configured kernels compute attention.
-    - blocks: the units of a module that is no pipeline, with ZeRO-3; else None.
+    - blocks: with ZeRO-3, the units of a module that is not a pipeline; else None.
     - on_loss: called with the loss of each micro-batch, if given.
     - fp8: keeps casts of weights to fp8 while these don't change.
 
@@ -125,7 +125,7 @@ class BatchRunner:
 
     @cached_property
     def _modules(self) -> list[nn.Module]:
-        return list(self._model.modules())  # to find them takes half a millisecond of each step of a small model
+        return list(self._model.modules())  # cached: finding them takes 0.5 ms of each step of a small model
 
     def _graphed(self) -> bool:
         by_plan, plan = self._config.cuda_graphs == "auto", self.programs.plan
@@ -250,7 +250,7 @@ def evaluating(model: PipelineModule) -> Iterator[None]:
 
 def _executor_kind(config: Config, model: PipelineModule, policy: ZeroPolicy, fp8: Fp8) -> Callable[..., Executor]:
     measured = config.cuda_graphs == "auto"
-    # Graphs that hold collectives are made where the user asks for them alone.
+    # Graphs that hold collectives are made only where the user asks for them.
     if not config.cuda_graphs or (measured and model.groups.model.size > 1):
         return Executor
     try:

@@ -39,7 +39,7 @@ _MAX_NAMES = 3
 
 
 def _cast(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Cast the weights to a half precision; not by `to`, which would drop the imaginary part of complex buffers."""
+    """Cast the weights to a half precision, without `to`, which would drop the imaginary part of complex buffers."""
     if dtype is not None:
         (model.half if dtype is torch.float16 else model.bfloat16)()
 
@@ -56,7 +56,7 @@ class WeightUpdate:
     - on_launch: called with each GATHER_PARAMS and REDUCE_GRADS instruction that has been launched, and its Work.
     - on_value, on_gradient: called with each gradient, see GradientSink.
 
-    infos, frozen_infos: the parameters that are trained, and the others: what is frozen after `initialize` is among the first.
+    infos, frozen_infos: parameters that were trainable, and frozen, at `initialize`; one that is frozen later stays in infos.
     units: the sharded weights of ZeRO-3, those of frozen_buckets included; None if all are whole. host_shards: those of their
     shards that are in host memory or on disk; None if offload_param is off. parking: moves state to the host between steps.
     grad_norm: the norm of the whole model's gradient in the last step, before clipping; a scalar on the device, the same on
@@ -78,7 +78,7 @@ class WeightUpdate:
         self.frozen_infos, groups = model.frozen_infos(), model.groups
         self._model, self._groups, self._on_launch = model, groups, on_launch
         self._clipping = config.gradient_clipping
-        # Factor of the mean gradient in what the optimizer gets.
+        # Ratio of the gradient that the optimizer gets to the mean gradient.
         self._replicas_summed = groups.data.size if config.gradient_allreduce_op == "sum" else 1
         self.optimizer = optimizer
         held = sum(info.parameter.numel() for info in (*infos, *self.frozen_infos)) // groups.data.size
@@ -146,7 +146,7 @@ class WeightUpdate:
         self.num_writes += 1
 
     def _settle(self) -> None:
-        """Return when no copy or gather of state is under way."""
+        """Wait until no copy or gather of state is in progress."""
         self.sharded.wait_for_module(self._model)
         self.sharded.settle()
 
@@ -182,7 +182,7 @@ class WeightUpdate:
         """Move the parameters into buckets, and make units of those whose weights are sharded."""
         model, groups = self._model, self._groups
         shards, offload = self.policy.shards_weights(groups.data.size), self.policy.weight_offload
-        # A communicator of its own: gathers of weights and reductions of gradients come in no common order.
+        # A separate communicator, because gathers of weights and reductions of gradients have no common order on all ranks.
         gather_group = groups.build(groups.topology.get_axis_comm_lists("data")) if shards else None
         if gather_group is not None and self.policy.peer_copies:
             held = sum(mapped_shards(each, self.policy, groups.data.size) for each in (infos, self.frozen_infos))

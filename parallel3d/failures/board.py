@@ -130,7 +130,7 @@ class Board:
         return None
 
     def note_said(self) -> None:
-        """Note that this rank has printed the verdict; else the launcher prints it, as where a full disk takes no output."""
+        """Note that this rank has printed the verdict. If no rank has (its disk may be full), the launcher prints it."""
         self._ask(lambda: self._store.set(SAID_KEY, "1"), None)
 
     def leave(self, ending: str | None) -> None:

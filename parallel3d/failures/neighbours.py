@@ -56,7 +56,7 @@ class Neighbours:
     def stopped(self) -> tuple[int, ...]:
         """Return the ranks of this host whose processes are stopped, by a signal or a debugger."""
         found = {rank: (start, _state_and_start(pid)) for rank, (pid, start) in self._processes.items()}
-        # The start tells a process from another one of that number, as in another container.
+        # The start time distinguishes the process from another one with the same id, for example in another container.
         return tuple(rank for rank, (start, (state, now)) in found.items() if state in ("T", "t") and now == start)
 
 

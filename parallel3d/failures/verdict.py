@@ -96,7 +96,7 @@ class Kind(StrEnum):
     SILENT = "silent"
     EXITED = "exited"
     LEFT = "left"
-    ENDED = "ended"  # by a signal that only some ranks got
+    ENDED = "ended"  # a signal that only some ranks got has ended it
     DEADLOCK = "deadlock"
 
 
@@ -134,7 +134,7 @@ class Limits:
         return max(self.first_step, self.later) if in_first_step else self.later
 
     def exceeded(self, r: Report) -> bool:
-        """Return whether a rank has not moved for its limit, or nearly: it is asked a little before or after others."""
+        """Return whether a rank has not moved for nearly its limit; nearly, as ranks report at slightly different times."""
         return r.seconds >= 0.9 * self.of(r.place is not None and r.place.first_step)
 
 
@@ -206,7 +206,7 @@ def _stall(reports: Mapping[int, Report], limits: Limits) -> Verdict | None:
     working = [reports[rank] for rank in sorted(reached - waiting)]
     if not working:
         cycle = _cycle(reports)
-        # All of them: one that another waited for long may have come just now.
+        # Every rank of the cycle must be late: one for which another has waited long may have come just now.
         slow = bool(cycle) and all(limits.exceeded(reports[rank]) for rank in cycle)
         return _deadlock(cycle, reports) if slow else None
     late = max(working, key=lambda r: r.seconds)  # the first to stop: what it holds up stops later

@@ -255,14 +255,14 @@ class Watchdog:
         if own.state is State.ASKED_TO_END:
             self._exit(_TERMINATED)
             return True
-        # Soon enough to find a rank that has just begun to be late.
+        # A quarter of the timeout is soon enough to find a rank that has just begun to be late.
         self._not_before = time.monotonic() + max(1.0, self._settings.timeout_s / 4)
         if own.state is State.FAILED:  # else an exception has come since, for the next incident
             self._release(None)
         return False
 
     def _release(self, verdict: Verdict | None) -> None:
-        """Let the main thread raise its exception, if it has one. Its wait is over, although still noted: it is not late."""
+        """Let the main thread raise its exception, if it has one. The wait still in its activity is over and can't be late."""
         failure, self._failure = self._failure, None
         if failure is not None:
             self._seen, self._not_before = self._now(), inf  # until the script does something else
@@ -284,7 +284,7 @@ class Watchdog:
 
     def _grace(self, verdict: Verdict) -> float:
         if verdict.kind is Kind.LATE and verdict.rank == self._rank:
-            return 0.0  # its end frees the ranks that wait for it
+            return 0.0  # this process is at fault: its end frees the ranks that wait for it
         return self._windows.grace / 5 if verdict.kind in (Kind.SILENT, Kind.DEADLOCK) else self._windows.grace
 
 

@@ -69,7 +69,7 @@ class AllReduce(PeerKernel):
         self.workspace.raise_if_failed()
 
     def try_out(self) -> bool:
-        """Return whether it sums right, in every dtype and way."""
+        """Return whether the sums are right in every dtype, in one shot and in two."""
         group, good = self.workspace.group, True
         for dtype, size in itertools.product(DTYPES, _TRIAL_SIZES):
             x = torch.full((size,), 1 + group.index, dtype=dtype, device=self.workspace.device)

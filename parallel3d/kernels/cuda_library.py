@@ -22,7 +22,8 @@ from parallel3d.atomic_write import atomic_path
 from parallel3d.errors import KernelError
 
 _HERE = Path(__file__).parent
-# Machine code for A100 and H100, and PTX for what comes after. No PyTorch, and CUDA's runtime inside: nothing else to match.
+# Machine code for A100 and H100, and PTX for later GPUs. CUDA's runtime is linked statically, and PyTorch is not used, so the
+# library depends on no other version.
 _FLAGS = (
     "-O3 -std=c++17 -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 "
     "-gencode arch=compute_90,code=compute_90 --threads 0 -cudart static -shared -Xcompiler -fPIC"
@@ -82,8 +83,8 @@ def find_nvcc() -> str | None:
 def build(directory: Path | None = None, sources: list[Path] | None = None) -> Path:
     """Compile the sources into a directory (default: the user's cache), unless that is done, and return the library's path.
 
-    A library that is in the user's cache is copied. Several processes may do so at once. Raises KernelError if there is no
-    nvcc, or with what nvcc prints.
+    If the user's cache has the library, it is copied. Several processes may call this at once. Raises KernelError if there is
+    no nvcc, or with nvcc's output.
     """
     sources = sources or source_files()
     path = (directory or cache_directory()) / library_name(sources)
@@ -181,7 +182,7 @@ def _check_private(path: Path) -> None:
     file = path.resolve()
     for place in (file, *file.parents):
         status = place.stat()
-        # Others may add to a folder with the sticky bit, such as /tmp, but replace nothing there.
+        # Other users may add files to a folder with the sticky bit, such as /tmp, but can't replace any.
         others = stat.S_IWOTH if status.st_mode & stat.S_ISVTX == 0 else 0
         near = stat.S_IWGRP if place in (file, file.parent) else 0
         if status.st_uid not in (0, os.getuid()) or status.st_mode & (others | near):

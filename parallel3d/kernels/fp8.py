@@ -21,9 +21,9 @@ from parallel3d.fake_device import has_memory, on_cuda
 from parallel3d.kernels.fp8_accumulation import accumulate
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-# Both dims of a product's right matrix must be multiples of it on CUDA.
+# On CUDA both dims of a product's right matrix must be multiples of this.
 MULTIPLE = 16
-# Smallest magnitude that is made the largest number, torchao's.
+# A smaller largest magnitude counts as this one in a scale, as in torchao.
 _LEAST = 1e-12
 _BLOCK = 128  # rows and columns of a tile of round_on_gpu
 
@@ -65,7 +65,7 @@ def cast(
 
 
 def _scale(x: Tensor, dtype: torch.dtype, rowwise: bool, group: Group | None) -> Tensor:
-    """Return the scale of a matrix, [] or [rows, 1]. group: of the ranks whose maxima count too."""
+    """Return the scale of a matrix, [] or [rows, 1]. group: ranks over whose parts the maximum is taken; None for x alone."""
     shape = (len(x), 1) if rowwise else ()
     # One pass, where abs and amax are two.
     peak = partial(torch.linalg.vector_norm, x, float("inf"))
@@ -100,7 +100,7 @@ def _rounded(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Scaled:
 
 
 def _has_kernel(x: Tensor) -> bool:
-    """Return whether x is on CUDA, and nobody watches which operators run: graphs and traces take those of round_ref."""
+    """Return whether x is on CUDA and operators are not traced. Compiled graphs and traces use the operators of round_ref."""
     seen = torch.compiler.is_compiling() or not has_memory(x) or torch._C._len_torch_dispatch_stack()
     return x.is_cuda and not seen and x.dtype in (torch.bfloat16, torch.float32) and x.numel() > 0
 
@@ -180,14 +180,14 @@ def _padded(values: Tensor) -> Tensor:
 
 
 def multiply_into(a: Scaled, b: Scaled, out: Tensor, adds: bool, factor: float) -> bool:
-    """out += factor * a @ b^T if `adds`, else out = that, by a GEMM that adds itself. Return False where there is none.
+    """out += factor * a @ b^T if `adds`, else out = factor * a @ b^T, in one GEMM. Return False if no GEMM can do it.
 
-    There is one for matrices on CUDA with one scale each, whose dims 16 divides, and `out` in fp32.
+    One can for matrices on CUDA with one scale each, whose dims 16 divides, and `out` in fp32.
     """
     if not on_cuda(out) or out.dtype != torch.float32 or not out.is_contiguous() or a.inverse_scale.dim():
         return False
     left, right = _padded(a.values), _padded(b.values)
-    if not has_memory(out):  # the same work, counted
+    if not has_memory(out):  # a fake tensor: run an equal product, so that its work is counted
         torch._scaled_mm(left, right.t(), a.inverse_scale, b.inverse_scale, out_dtype=torch.float32, out=out)
         return True
     return accumulate(left, a.inverse_scale, right, b.inverse_scale, out, adds, factor)

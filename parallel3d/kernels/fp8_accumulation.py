@@ -1,6 +1,6 @@
 """Products of matrices in fp8 that a GEMM adds to a matrix in fp32, by the C interface of cuBLASLt.
 
-torch._scaled_mm writes over its output alone: then a weight's gradient is written, and read again to be added.
+torch._scaled_mm can only overwrite its output: a weight's gradient would be written, then read again to be added.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from parallel3d.errors import KernelError
 
-# Of cublasLt.h and library_types.h.
+# Constants of cublasLt.h and library_types.h.
 _COMPUTE_32F, _R_32F, _OP_T = 68, 0, 1
 _TRANSA, _A_SCALE, _B_SCALE, _FAST_ACCUM = 3, 17, 18, 25
 _WORKSPACE, _ALIGNMENTS = 1, (5, 6, 7, 8)
@@ -86,7 +86,7 @@ class Descriptors:
 
 
 class _Plan:
-    """Algorithm for one shape of a product and alignment of its matrices. lock: of the descriptors, which hold pointers."""
+    """Algorithm for one shape of a product and alignment of its matrices. lock: guards the descriptors, which hold pointers."""
 
     def __init__(
         self, device: int, sizes: tuple[int, int, int], dtypes: Sequence[torch.dtype], alignments: Sequence[int]
@@ -119,7 +119,7 @@ _plan = cache(_Plan)
 
 
 def accumulate(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, adds: bool, factor: float) -> bool:
-    """out += factor * (a a_scale) @ (b b_scale)^T if `adds`, else out = that, in one GEMM. Return False if it can't be done.
+    """out += factor * (a a_scale) @ (b b_scale)^T if `adds`, else out = that product. Return False if no GEMM can do it.
 
     - a: [m, k], b: [n, k] in fp8, not both in e5m2, contiguous, on CUDA. 16 must divide k and n.
     - a_scale, b_scale: [] in fp32.

@@ -39,12 +39,12 @@ MAX_GROUPS = 32  # parameter groups; as in csrc/adamw.cuh
 
 @dataclass
 class _Laid:
-    """Table of the parts of a bucket that are stepped, one for each shard.
+    """Table of the parts of a bucket that the kernel updates, one for each shard.
 
     - rows: for each part the numbers of csrc/adamw.cuh's Part: addresses of the master, the gradient, its averages and the
       number of the step; its size, its place in the bucket's weights, the vectors of all parts up to it, its parameter group.
     - table: the rows on the device, int64 [parts, 9].
-    - vectors: of all parts; each has 16 bytes of weights.
+    - vectors: number of vectors of all parts; each has 16 bytes of weights.
     - steps: the number of the step of each part, fp32, on the device.
     """
 
@@ -55,7 +55,7 @@ class _Laid:
 
 
 class FusedAdamW:
-    """Steps the shards of buckets as torch's fused Adam or AdamW would, and keeps the optimizer's state in torch's form.
+    """Updates the shards of buckets as torch's fused Adam or AdamW would, and keeps the optimizer's state in torch's form.
 
     - workspace: memory of the weights that are written on every replica; None to write only this rank's.
     - shared: bucket -> addresses of its weights on every replica.

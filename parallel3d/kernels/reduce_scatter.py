@@ -73,7 +73,7 @@ class ReduceScatter(PeerKernel):
         """
         group, size, stream = self.workspace.group, output.numel(), self.workspace.follow()
         if squares is not None:
-            squares.zero_()  # a short call has fewer blocks
+            squares.zero_()  # a call with fewer blocks leaves some elements unwritten
         source, target, width = whole.data_ptr(), output.data_ptr(), whole.itemsize
         kind = (DTYPES[wire], whole.dtype != wire, group.size, group.index)
         for k, call in enumerate(self._calls(size, wire.itemsize, most_blocks=most_blocks)):
@@ -83,7 +83,7 @@ class ReduceScatter(PeerKernel):
             self._launch(call, stream, *kind, *memory, size, call.size, accumulate)
 
     def try_out(self) -> bool:
-        """Return whether it reduces right, in every pair of dtypes."""
+        """Return whether the results are right in every pair of dtypes."""
         group, device, good = self.workspace.group, self.workspace.device, True
         for wire, dtype, size in itertools.product(DTYPES, DTYPES, _TRIAL_SIZES):
             whole = torch.full((group.size * size,), 1 + group.index, dtype=dtype, device=device)

@@ -17,9 +17,9 @@ from parallel3d.fake_device import has_memory, on_cuda
 
 _LONGEST = 16384  # elements of a row that a program holds
 _PROGRAMS_A_MULTIPROCESSOR = 4
-_ASSUMED = 132  # multiprocessors, of an H100 or H200, where there is none to ask
+_ASSUMED = 132  # number of multiprocessors (an H100's or H200's) if there is no device to ask
 
-# Shown to traces on fake tensors instead of a kernel: what it reads and writes.
+# Operator that traces on fake tensors see instead of a kernel; it says what the kernel reads and writes.
 library.define("parallel3d::rms_norm_pass", "(Tensor[] read, Tensor(a!)[] written) -> ()")
 library.register_fake("parallel3d::rms_norm_pass", lambda read, written: None)
 

@@ -52,7 +52,7 @@ def _backward(gradient: Tensor, gate_up: Tensor) -> Tensor:
     return out
 
 
-# Torch.compile, traces on fake tensors and dispatch modes see one operator forward and one backward.
+# torch.compile, traces on fake tensors and dispatch modes see one operator in the forward and one in the backward.
 _swiglu = define(
     "swiglu",
     "(Tensor gate_up) -> Tensor",
@@ -68,7 +68,7 @@ _swiglu_backward = define(
 
 
 def _run(operator: Any, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Run the operator where it is seen; it costs several times as much host time as launching the kernels."""
+    """Run the operator where something traces it, else `function`: an operator costs several times as much host time."""
     is_plain = all(type(tensor) is Tensor or type(tensor) is nn.Parameter for tensor in tensors)
     seen = torch.compiler.is_compiling() or not is_plain or torch._C._len_torch_dispatch_stack()
     result: Tensor = (operator if seen else function)(*tensors)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 DTYPES: Mapping[torch.dtype, int] = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 WORLD_SIZES = (2, 4, 8)
 VECTOR_BYTES = 16
-# A word of 8 bytes for each block and peer.
+# Most blocks of a kernel. The pads have a word of 8 bytes for each block and peer.
 MOST_BLOCKS = 256
 PAD_BYTES = MOST_BLOCKS * max(WORLD_SIZES) * 8
 LIMIT_S = DEFAULT_TIMEOUT.total_seconds()
@@ -93,7 +93,7 @@ class SymmetricWorkspace:
         bases = shared.buffers()
         self.pads, self.staging = addresses(bases), addresses([base + PAD_BYTES for base in bases])
         self._state = torch.zeros(_STATE_BYTES, dtype=torch.uint8, device=device)
-        # Pinned: reading it waits for nothing.
+        # In pinned memory, so that the host reads it without waiting for the device.
         self._pinned = torch.zeros(1, dtype=torch.int32).pin_memory()
         self._report = ctypes.c_int32.from_address(self._pinned.data_ptr())
         self.state, self.report = self._state.data_ptr(), self._pinned.data_ptr()
@@ -140,7 +140,7 @@ class SymmetricWorkspace:
         self._side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._side):
             call()
-        # The call runs even if a failure has made everyone here forget the memory.
+        # Keep the memory until the call has run, even if a failure drops all references to it on this rank.
         for tensor in tensors:
             tensor.record_stream(self._side)
         return Copied(self._side.record_event(), tensors[0])

@@ -39,8 +39,8 @@ from parallel3d.logs import logger
 from parallel3d.membership import local_job
 
 _HOST_ANSWERS = timedelta(seconds=5)
-_LEAVING_S = 3.0  # until a rank that has left its script is ended like the others
-_OTHERS_END_S = 30.0  # that a launcher waits for the others, after all ranks have ended well
+_LEAVING_S = 3.0  # time until a rank that has left its script is ended like the others
+_OTHERS_END_S = 30.0  # time that a launcher waits for the other hosts' after its own ranks have ended well
 
 
 class WorkerAgent(LocalElasticAgent):
@@ -95,7 +95,7 @@ class WorkerAgent(LocalElasticAgent):
         return result
 
     def _look_at_hosts(self, runs: bool) -> RunResult | None:
-        """Return the result of other hosts' failures, or of having to wait for them. runs: whether a rank here still does."""
+        """Return a result if other hosts have failed or must be waited for, else None. runs: whether a rank here still runs."""
         assert self._hosts is not None
         trouble = self._hosts.look(RUNS if runs else DONE)
         if trouble is None:
@@ -125,7 +125,7 @@ class WorkerAgent(LocalElasticAgent):
         return None if text is None else json.loads(text)
 
     def _wait_for_culprit(self, codes: Mapping[int, int | None]) -> None:
-        """Give a rank that left its script a moment to end by its own exit code: the peers that it fails may be faster."""
+        """Give a rank that left its script a moment to end with its own exit code, as peers that it fails may end faster."""
         verdict = self._verdict()
         if verdict is not None and verdict["kind"] == "exited" and codes.get(verdict["rank"], 0) is None:
             with suppress(TimeoutExpired):
@@ -179,7 +179,7 @@ class WorkerAgent(LocalElasticAgent):
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self.report()
         most = worker_group.spec.max_restarts
-        # A host that comes back restarts all too: torch's count leaves that out.
+        # A host that comes back also restarts all ranks, which torch's count leaves out.
         number = most - self._remaining_restarts if self._hosts is None else self._hosts.starts + 1
         logger.warning("parallel3d: restart %d of %d", number, most)
         end_leftovers(self._spare)
@@ -291,7 +291,7 @@ def _set_environment(options: argparse.Namespace) -> None:
     """Set the variables that the workers inherit; the agent adds the ranks."""
     cores = len(os.sched_getaffinity(0))
     os.environ.update(local_job() if options.node is None else {})
-    # An empty one means nothing to OpenMP, and each worker would take all cores.
+    # OpenMP ignores an empty value, and each worker would then use all cores.
     os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // options.num_workers))
     if options.bind_cores_to_rank or options.bind_core_list:
         os.environ[worker.BINDS_CORES] = "1"
@@ -359,7 +359,7 @@ def rank_failures(
 
 
 def summary(failures: Sequence[RankFailure]) -> str:
-    """Format a line for each error, in the order given, one for other ranks with the same error, and one for ended ranks."""
+    """Format one line for each error, in the order given, one for the other ranks with that error, and one for ended ranks."""
     first = failures[0]
     alike: dict[object, list[RankFailure]] = {}
     for failure in (failure for failure in failures if not failure.was_ended):

@@ -134,7 +134,7 @@ def _add_starting(parser: Parser) -> None:
     add("--launcher", default="ssh", help=f"what starts the hosts: {', '.join(LAUNCHERS)} (ssh and pdsh are the same)")
     add("--launcher_args", "--launcher_arg", default="", help="further arguments of ssh, mpirun or srun")
     parser.add_number("--ssh_port", noun="a port", most=65535, metavar="P", help="port of ssh")
-    add("--no_ssh", action="store_true", help="start this host's processes alone; the command is run on each host")
+    add("--no_ssh", action="store_true", help="start only this host's processes; run the command on each host")
     index = "this host's index, with --no_ssh (default: that of Slurm or mpirun)"
     parser.add_number("--node_rank", noun="a host's index", least=0, help=index)
     add("--no_ssh_check", action="store_true", help=argparse.SUPPRESS)  # DeepSpeed's: nothing is checked

@@ -21,7 +21,7 @@ _HOST = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 
 
 class WorldSize(int):
-    """Number of processes of all hosts together, as a layout has it."""
+    """Number of processes of all hosts together, given by a layout."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Node:
     """One of several hosts of a job.
 
     - hosts: names of all hosts, in the order of their ranks; index: this one's.
-    - address, port: of the store where they meet, which the first host's launcher keeps.
-    - ranks: of this host's processes, where a plan says; by default those of a host follow each other.
+    - address, port: address of the store where the hosts meet, in the first host's launcher.
+    - ranks: ranks of this host's processes, if a plan gives them; by default the ranks of a host are consecutive.
     """
 
     hosts: Sequence[str]

@@ -34,7 +34,7 @@ _BY_SSH = ("ssh", "pdsh")
 _LOST = 255
 """ssh's exit code when the connection is lost, or the command was killed by a signal."""
 
-_ALONE_S = 25.0  # until the others are ended when a host has failed; by then they have said why
+_ALONE_S = 25.0  # time until the other hosts are ended when one has failed; by then they have reported why
 _LOOK_S, _ANSWER_S = 0.2, 5.0
 PORT = 29500
 """DeepSpeed's port for the ranks to meet."""
@@ -75,7 +75,7 @@ def launch_nodes(options: argparse.Namespace, hosts: Mapping[str, list[int]]) ->
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         for starter in starters(options, hosts, exports() | token):
-            # Their own sessions, so that Ctrl-C comes to this process alone.
+            # In sessions of their own, so that Ctrl-C reaches only this process.
             process = subprocess.Popen(  # noqa: S603 (quoted)
                 starter.command,
                 stdin=subprocess.PIPE,
@@ -85,7 +85,7 @@ def launch_nodes(options: argparse.Namespace, hosts: Mapping[str, list[int]]) ->
             )
             started.append((starter, process))
             assert process.stdin is not None
-            with suppress(BrokenPipeError):  # it has ended, and said why
+            with suppress(BrokenPipeError):  # it has ended and printed why
                 process.stdin.write(starter.script.encode())
                 process.stdin.flush()
         meeting = (address_of(options, hosts), port) if by_manager and len(hosts) > 1 else None
@@ -120,7 +120,7 @@ def starters(
     setup += [f". {shlex.quote(options.venv_script)} || exit"] if options.venv_script else []
     found = []
     for index, host in enumerate(hosts):
-        # After the launcher's name, in front of the script.
+        # The index goes after the launcher's name, before the script.
         own = [*node[:3], f"--node_rank={index}", *node[3:]]
         command = ["sh", "-s"] if is_local(host) else [*ssh, host, "sh -s"]
         found.append(Starter(host, command, "\n".join([*setup, f"exec {shlex.join(own)}", ""])))
@@ -128,7 +128,7 @@ def starters(
 
 
 def _node_command(options: argparse.Namespace, hosts: Mapping[str, list[int]]) -> list[str]:
-    """Return the command of the launcher on one of the hosts, less its index, which mpirun and srun tell it."""
+    """Return the command of the launcher on one of the hosts, without its index, which it gets from mpirun or srun."""
     address = address_of(options, hosts)
     slots = "@".join(f"{host}:{','.join(map(str, own))}" for host, own in hosts.items())
     module = "parallel3d.launcher" + (".deepspeed" if options.prog == "deepspeed" else "")

@@ -43,7 +43,7 @@ def children() -> set[int]:
 def reap(others: Set[int]) -> None:
     """Reap adopted children that have ended. others: children for which somebody else waits."""
     with suppress(ChildProcessError):  # there are none
-        # Whether any has ended is cheap to ask. It is left to be waited for: it may be another's.
+        # A cheap check whether any child has ended. WNOWAIT leaves it waitable, as others may wait for it.
         if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
             for pid in children() - others:
                 os.waitpid(pid, os.WNOHANG)

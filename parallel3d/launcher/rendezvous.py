@@ -26,11 +26,11 @@ _RENDEZVOUS_TIMEOUT_S = 60
 _BACKLOG = 4096
 
 _JOB = "parallel3d"
-_JOIN_S = 600.0  # until a host that has not come is an error
-_LAST_CALL_S = 5.0  # until a restart goes on without hosts that have not come
-_BEGIN_S = 15.0  # until a host that has come to a start, and says nothing more, is lost
+_JOIN_S = 600.0  # time after which a host that has not joined is an error
+_LAST_CALL_S = 5.0  # time after which a restart goes on without hosts that have not joined
+_BEGIN_S = 15.0  # time after which a host that has joined a start, but gives no sign of life, is lost
 _ANSWER = timedelta(seconds=5)
-_LOOK_S, _LOST_S = 1.0, 10.0  # between two signs of life, and until a host without is lost
+_LOOK_S, _LOST_S = 1.0, 10.0  # time between two signs of life, and without one until a host is lost
 _LEAVE_S, _REST_S = 5.0, 2.0
 
 RUNS, DONE, FAILED, LEFT = "runs", "done", "failed", "left"
@@ -93,7 +93,7 @@ class SeveralHosts(DynamicRendezvousHandler):
             C10dRendezvousBackend(store, _JOB),
             len(node.hosts),
             len(node.hosts),
-            # What torch sorts the hosts by.
+            # torch sorts the hosts by this.
             local_addr=f"{node.index:06}",
             timeout=RendezvousTimeout(timedelta(seconds=_JOIN_S), timedelta(seconds=_LAST_CALL_S)),
             keep_alive_interval=1,
@@ -119,22 +119,22 @@ class SeveralHosts(DynamicRendezvousHandler):
             if time.monotonic() > end:
                 missing = [host for host, key in zip(hosts, came, strict=True) if not jobs.check([key])]
                 raise ExecutionError(
-                    f"these hosts have not come within {_JOIN_S:g} s: {', '.join(missing)}; look what they print"
+                    f"these hosts have not come within {_JOIN_S:g} s: {', '.join(missing)}; look at their output"
                 )
             time.sleep(0.1)
         self._names = [name.decode() for name in jobs.multi_get(came)]
-        if jobs.add("starts", 0) == 0:  # all are here at this moment, and none comes back
+        if jobs.add("starts", 0) == 0:  # at the first start all hosts read their clocks at the same moment
             jobs.set(f"clock/{self.node.index}", str(time.time()))
             check_clocks(self._names, [float(jobs.get(f"clock/{k}")) for k in range(len(hosts))])
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return this host's place among those of the next start. Raises ExecutionError if none comes off."""
+        """Join the next start, and return this host's place in it. Raises ExecutionError if no start succeeds."""
         for attempt in range(1 + self._max_restarts):
             if self._max_restarts and attempt + self._jobs.add("starts", 0) > 0:  # the first start is one of all hosts
                 object.__setattr__(self.settings, "min_nodes", 1)  # one object for all parts of torch's rendezvous
             with suppress(DistError):  # a host was lost after it had joined
                 return self._begin(super().next_rendezvous())
-        raise ExecutionError(f"hosts that had joined did not begin within {_BEGIN_S:g} s; look what they print")
+        raise ExecutionError(f"hosts that had joined did not begin within {_BEGIN_S:g} s; look at their output")
 
     def _begin(self, info: RendezvousInfo) -> RendezvousInfo:
         """Return the place in a start, at the address of its ranks' store, once all hosts of the start have come to it."""
@@ -199,7 +199,7 @@ class SeveralHosts(DynamicRendezvousHandler):
         return {sign.decode().split()[1] for sign in self._signs}
 
     def leave(self, state: str) -> None:
-        """Say that this host is through. The first one, whose store the others read, waits a moment for them."""
+        """Announce that this host is done. The first host, whose store the others read, waits a moment for them."""
         end = time.monotonic() + _LEAVE_S
         self.look(state)
         while self.node.index == 0 and self._stays() and time.monotonic() < end:
@@ -213,7 +213,7 @@ class SeveralHosts(DynamicRendezvousHandler):
         return any(state in (RUNS, DONE) and lived > recent for state, lived in zip(states, self._lives, strict=True))
 
     def rest(self) -> None:
-        """End the thread that keeps torch's rendezvous alive: Python's end would abort it, unless it waits for a lost host."""
+        """End the keep-alive thread of torch's rendezvous, which would abort at exit, unless it waits for a lost host."""
         ending = Thread(target=self._stop_heartbeats, daemon=True)
         ending.start()
         ending.join(_REST_S)
@@ -241,9 +241,9 @@ def own_address(other: str) -> str:
 
 
 def listen(port: int, address: str = ADDRESS) -> TCPStore:
-    """Return a store that listens on an address of this host alone; by itself torch's listens on all interfaces.
+    """Return a store that listens only on one address of this host; by default torch's listens on all interfaces.
 
-    With port 0 it finds a free one. If the address is no own one, or one that other hosts can't reach, it listens on all.
+    With port 0 it finds a free one. If the address is not this host's, or other hosts can't reach it, it listens on all.
     Raises ConfigError if the port is taken.
     """
     try:

@@ -52,7 +52,7 @@ def start(options: argparse.Namespace) -> int:
 
 def count_devices() -> int:
     """Return the number of CUDA devices of this host."""
-    import torch  # where processes are started: a launcher of several hosts doesn't wait for it
+    import torch  # imported only where processes are started: a launcher of several hosts needn't wait for it
 
     return torch.cuda.device_count()
 
@@ -182,8 +182,8 @@ def _pid_file(is_wanted: bool) -> Iterator[None]:
     path = Path(tempfile.gettempdir(), f"{os.getpid()}.deepspeed")
     if is_wanted:
         try:
-            path.unlink(missing_ok=True)  # of an earlier process with this id, which was killed
-            with path.open("x") as file:  # never through another one's link
+            path.unlink(missing_ok=True)  # the file of an earlier process with this id, which was killed
+            with path.open("x") as file:  # "x" never follows a link that another user has put there
                 file.write(str(os.getpid()))
         except OSError as error:
             raise ConfigError(f"--save_pid: {error}; remove that file, or set TMPDIR to another folder") from error

@@ -46,7 +46,7 @@ def main() -> None:
         if isinstance(exit_.code, str):  # sys.exit("why")
             _record(exit_, error_file)
         if exit_.code:
-            sys.last_value = exit_  # as python does for other exceptions: exit handlers can tell that this is no end
+            sys.last_value = exit_  # as python does for other exceptions, so that exit handlers see a failure
         raise
     except KeyboardInterrupt:
         # Ctrl-C is no failure: end by the signal, as python does, but without N tracebacks.
@@ -86,7 +86,7 @@ def print_lines() -> None:
 
 def _run(target: str, is_module: bool) -> None:
     path = os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))
-    if not sys.flags.safe_path:  # else the user wants no such entry
+    if not sys.flags.safe_path:  # with it, the user wants no such entry
         sys.path[0] = path
     if is_module:
         runpy.run_module(target, run_name="__main__", alter_sys=True)

@@ -108,7 +108,7 @@ class _Residual(DecoderLayer):
         return config, config.window(layer), options.get("dtype")
 
     def compile(self, **options: Any) -> None:
-        """Compile what runs between the ends of the stream. The tables stay outside, whose growth would be watched."""
+        """Compile what runs between the ends of the stream. The tables stay outside, as each growth would compile again."""
         vars(self)["_run"] = FirstShapes(self._run, type(self).__name__, **options)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class _Residual(DecoderLayer):
     def _of_tables(
         self, hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, length: int | None
     ) -> tuple[Any, ...]:
-        """Return what `_run` needs besides."""
+        """Return the further arguments of `_run`."""
         return ()
 
     def _add(self, hidden: Tensor, change: Tensor, length: int | None) -> Tensor:
@@ -154,7 +154,7 @@ class Attention(_Residual):
         self.mixing = _Mixing(config)
         if sharding.group.size > 1:
             sum_gradients_over(self.mixing.parameters(), sharding.group)  # each rank has the gradients of its heads
-        # Of probabilities [batch, a rank's heads, query, key].
+        # Dropout of probabilities [batch, a rank's heads, query, key].
         whole_heads = [replace(heads, head_dim=1).query]
         self.attention_dropout = SlicedDropout(
             config.attention_dropout, config.num_heads, dim=-3, segments=whole_heads, **sharding.of_dropout
@@ -266,9 +266,11 @@ def decoder(
 ) -> list[LayerSpec]:
     """Return the layers of a decoder for a PipelineModule: token ids [batch, seq] -> logits [batch, seq, vocab].
 
-    dtype: of the weights, torch's default one for None. weights: read by the layers that a rank builds, instead of drawn.
-    units: each block one layer, or two, its attention and its feed-forward, between which a stage may end, so that stages
-    can be balanced to half a block. The inputs may also be a dict, see TokenEmbedding. Raises ConfigError for other units.
+    - dtype: dtype of the weights; None for torch's default dtype.
+    - weights: values that the layers of a rank read when they are built; None to draw new ones.
+    - units: "block": each block is one layer; "half": it is two, attention and feed-forward, between which a stage may end.
+
+    The inputs may also be a dict, see TokenEmbedding. Raises ConfigError for other units.
     """
     if units not in ("block", "half"):
         raise ConfigError(f'units is {units!r}; give "block" or "half".{nearest(str(units), ("block", "half"))}')
@@ -279,7 +281,7 @@ def decoder(
     norm = LayerSpec(FinalNorm, config, **given)
     if not config.tied:
         return [LayerSpec(TokenEmbedding, config, **given), *blocks, norm, LayerSpec(Head, config, **given)]
-    # Tied by the weight, not as a module: learned positions are the embedding's alone.
+    # Tied by the weight, not as a module: learned positions belong only to the embedding.
     embedding = TiedLayerSpec("embedding", TokenEmbedding, config, tied_weight_attr="tokens.weight", **given)
     return [
         embedding,

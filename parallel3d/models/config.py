@@ -11,7 +11,7 @@ from pydantic import Field
 from parallel3d.errors import ConfigError
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
-MOST_LAYERS, MOST_SIZE = 10_000, 2**31  # what a decoder may have, so that a wrong digit is found at once
+MOST_LAYERS, MOST_SIZE = 10_000, 2**31  # limits of a decoder, so that a wrong digit is found at once
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 _Above = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -25,7 +25,7 @@ class Rope:
     - kind: linear scales all frequencies by 1 / factor; dynamic lets theta grow with a sequence longer than the decoder's
       max_positions; llama3 scales only the long wavelengths; yarn scales by a ramp over the dimensions, with a temperature
       (arXiv:2309.00071).
-    - original_max_positions: of the model before its context was extended, from which llama3 and yarn start.
+    - original_max_positions: max_positions before the context was extended; llama3 and yarn scale relative to it.
     """
 
     theta: Annotated[float, Field(alias="rope_theta", gt=1, allow_inf_nan=False)] = 10000.0

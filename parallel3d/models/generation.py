@@ -25,7 +25,7 @@ Forward = Callable[[dict[str, Tensor], int], Any]
 
 @runtime_checkable
 class KeepsPast(Protocol):
-    """A layer that can keep what it needs of earlier positions, or needs nothing of them."""
+    """Layer that can cache keys and values of earlier positions, or needs none."""
 
     @property
     def max_positions(self) -> int | None:
@@ -70,7 +70,7 @@ class Request:
         return cls(*inputs, **options)
 
     def problem(self, max_positions: int | None) -> str | None:
-        """Return what is wrong with the request, and the remedy."""
+        """Return what is wrong with the request, and the remedy; None if nothing is."""
         ids, mask, shape = self.input_ids, self.attention_mask, list(self.input_ids.shape)
         if ids.dim() != 2 or not ids.numel() or ids.is_floating_point():
             return f"input_ids are {ids.dtype} {shape}; give integers [batch, seq] with one token or more"
@@ -177,9 +177,9 @@ def _check(module: PipelineModule, request: Request) -> None:
 
 
 def _continue(module: PipelineModule, forward: Forward, together: bool, request: Request, length: int) -> Tensor:
-    """Append tokens until there are `length`, or all prompts of this replica, or with `together` of all, have ended."""
+    """Append tokens until there are `length`, or all prompts of this replica (with `together`: of all replicas) have ended."""
     device, ends, replica = module.device, request.ends, module.groups.coordinate("data")
-    draws = request.do_sample and request.seed is None  # else torch's generator stays as it is
+    draws = request.do_sample and request.seed is None  # otherwise torch's generator must not change
     seed = int(torch.randint(2**62, ())) if draws else request.seed or 0
     generator = torch.Generator(device).manual_seed(stream_seed(seed, replica) if replica else seed)
     tokens, mask = request.input_ids.to(device, torch.int64), request.attention_mask

@@ -45,7 +45,7 @@ class Stream(NamedTuple):
     length: int | None = None
 
 
-# Hidden states alone if nothing else travels.
+# Only hidden states if nothing else travels.
 Travels = Tensor | Stream
 
 
@@ -73,7 +73,7 @@ class Sharding:
     With sequence parallelism hidden states between regions are shards [batch, ceil(seq / tp), hidden], and the layers at the
     boundary of a region are given the length of the whole sequence.
 
-    - context: of the build; without one, the group is this rank alone.
+    - context: context of the build; without one, the group is this rank alone.
     """
 
     def __init__(self, context: BuildContext | None):
@@ -133,8 +133,9 @@ class DecoderLayer(nn.Module, ABC):
     A subclass makes its modules in `_make`. Its weights are then read (later, where the context says so) or drawn; on the meta
     device, neither.
 
-    - layer, tables: of a block, its index, counted from 0, and the tables that all blocks of the model share.
-    - weights: read instead of drawn; frozen ones require no gradient. dtype: of the parameters, torch's default one for None.
+    - layer, tables: for a block: its index, counted from 0, and the tables that all blocks of the model share.
+    - weights: values to read instead of drawing them; frozen ones require no gradient.
+    - dtype: dtype of the parameters; None for torch's default dtype.
     """
 
     _past: KeyValues | None = None

@@ -91,7 +91,7 @@ class SlicedLogits:
     vocab_size: int
 
     def __getattr__(self, name: str) -> NoReturn:
-        # A field is asked for here where an object has none yet: torch.compile asks one whose __init__ it traces.
+        # torch.compile reads fields of an object whose __init__ it traces, before they are set.
         if name.startswith("_") or name in type(self).__dataclass_fields__:
             raise AttributeError(name)
         raise AttributeError(

@@ -23,9 +23,9 @@ class PackedDocuments(IterableDataset[tuple[dict[str, Tensor], Tensor]]):
     document, and in each row, by which models keep documents apart. Labels are the next token of the document, -100 at its
     end. The last row is filled with `pad_token_id`, whose labels are -100.
 
-    - documents: sequences of token ids, or mappings with "input_ids" and, in the convention of transformers (-100 where a token
-      is not to be learned, as in a prompt), "labels". Iterated again in each epoch. Each worker of a DataLoader packs its share
-      of them; an IterableDataset must share them itself.
+    - documents: sequences of token ids, or mappings with "input_ids" and optionally "labels", which follow the convention of
+      transformers: -100 where a token is not to be learned, as in a prompt. They are iterated again in each epoch. Each worker
+      of a DataLoader packs its share of them; an IterableDataset must divide them among workers itself.
 
     Raises DataError for a length below 1, and for a document with another number of labels than tokens.
     """

@@ -14,7 +14,7 @@ from parallel3d.models.config import DecoderConfig, Rope
 def rotary_frequencies(rope: Rope, dim: int, max_positions: int, seq: int = 0) -> tuple[Tensor, float]:
     """Return (radians per position for each pair of a head's numbers, [dim / 2] in fp32; factor of cosines and sines).
 
-    max_positions: of the model; seq: length of the sequence, for kind "dynamic" alone.
+    max_positions: of the model; seq: length of the sequence, only for kind "dynamic".
     """
     theta, factor = rope.theta, rope.factor
     if rope.kind == "dynamic":
@@ -67,7 +67,7 @@ def _yarn_temperature(rope: Rope) -> float:
 class Tables:
     """Tables shared by the blocks of one list of specs; they grow to the longest sequence seen, for each device.
 
-    Not buffers: a buffer a block would be a copy a block, and would be rounded with the weights.
+    They are not buffers, because each block would have its own copy, rounded with the weights.
     """
 
     def __init__(self, config: DecoderConfig):
@@ -86,7 +86,7 @@ class Tables:
         rope = self._config.rope
         assert rope is not None
         if position_ids is not None:
-            # Kind "dynamic" looks at the largest position: only there does the host wait for the device.
+            # Only kind "dynamic" needs the largest position, for which the host waits for the device.
             longest = int(position_ids.max()) + 1 if rope.kind == "dynamic" else 0
             cos, sin = self._angles(position_ids, longest)
             return cos.to(dtype), sin.to(dtype)
@@ -157,8 +157,10 @@ def _within(window: int | None, start: int, stop: int, device: torch.device) -> 
 def combined(causal: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
     """Return a mask, True where a position attends to another, as `causal` or [batch, 1, *causal.shape]; None for causal.
 
-    causal: of Tables; attention_mask: [batch, seq], 0 at padding, or [batch or 1, heads or 1, seq, seq], which then says it all
-    but for the window. A padding position attends to itself, so that no row is empty.
+    - causal: the result of Tables.causal.
+    - attention_mask: [batch, seq], 0 at padding; or [batch or 1, heads or 1, seq, seq], which replaces all but the window.
+
+    A padding position attends to itself, so that no row is empty.
     """
     if attention_mask is None:
         return causal

@@ -29,11 +29,11 @@ from parallel3d.specs import Layer, LossFunction, check_layers
 class Subject:
     """A model to check or to plan for.
 
-    - layers: as PipelineModule takes them. A class whose constructor declares `context` gets one in a layout, and None in
-      plain PyTorch, where it must be plain.
-    - micro_batch: micro_batch(index) -> (inputs, labels), which depend on the index alone.
+    - layers: as PipelineModule takes them. A class whose constructor declares `context` gets one in a layout, and None for the
+      reference in plain PyTorch, where it must build an unsharded module.
+    - micro_batch: micro_batch(index) -> (inputs, labels), which depend only on the index.
     - loss_fn: as PipelineModule's; a LayerSpec is built without context in plain PyTorch.
-    - config: a path or mapping, to which a layout adds its own keys; without an optimizer it is SGD with momentum.
+    - config: a path or mapping, to which a layout adds its own keys; without an optimizer, SGD with momentum is used.
     """
 
     layers: Sequence[Layer]
@@ -46,7 +46,7 @@ class Subject:
         return dict(read_source(self.config)[1])
 
     def batch(self, index: int, seed: int) -> tuple[Any, Any]:
-        """Return micro-batch `index`, its floating-point numbers in the default dtype, drawn by seed and index alone.
+        """Return micro-batch `index`, its floating-point numbers in the default dtype, drawn only from seed and index.
 
         Raises ConfigError for anything but (inputs, labels).
         """
@@ -101,7 +101,7 @@ def _of_hugging_face(directory: Path) -> Subject:
         tokens = torch.randint(sizes.vocab_size, (batch, seq + 1))
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-    # The model's own dropout, in every layout the same.
+    # The model's own dropout draws the same masks in every layout.
     return Subject(layers, micro_batch, causal_lm_loss, {"rng": {"layout_independent": True}})
 
 

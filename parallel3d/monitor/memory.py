@@ -26,9 +26,9 @@ _STATM = Path("/proc/self/statm")
 
 
 def memory_in_use(device: torch.device) -> Mapping[str, int]:
-    """Return the bytes of this process by kind, without waiting.
+    """Return the bytes of this process by kind, without waiting for the device.
 
-    On CUDA: allocated, the peak since the last call, and reserved; on the CPU: resident, and its peak ever.
+    On CUDA: allocated, the peak since the last call, and reserved; on the CPU: resident, and the process's peak so far.
     """
     if device.type == "cuda":
         found = {
@@ -89,9 +89,9 @@ def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
 
 
 class MemoryRecorder:
-    """Recorder of the memory held beyond that at its start: after each instruction, and at most.
+    """Recorder of the memory beyond that at its start: held after each instruction, and the peak.
 
-    - in_transit: returns the bytes that sent messages still hold; they leave at no fixed instruction and count for none.
+    - in_transit: returns the bytes that sent messages still hold. They are freed at no fixed instruction, so none counts them.
     - held: (instruction, bytes that it and the wait before it added, bytes held after it).
     - peak: the most at any time, with the workspaces of operations and what is in transit.
     - of_runs: most bytes that each run of layers in a forward left for the backward, their inputs included; see `reach`.
@@ -149,7 +149,7 @@ class MemoryRecorder:
 class RunMemory:
     """Peak memory of a CUDA device in each run of a layer. most: bytes of each run that has ended, without `beside`.
 
-    beside: bytes that don't count, such as gathered weights, which change at the boundaries between runs alone.
+    beside: bytes that don't count, such as gathered weights, which change only at the boundaries between runs.
     """
 
     def __init__(self, device: torch.device, beside: int):

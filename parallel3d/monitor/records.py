@@ -71,9 +71,9 @@ _PART_OF_OP = {
     **dict.fromkeys(COMPUTE_OPS - {Op.FORWARD}, "backward"),
     **dict.fromkeys((*SEND_OPS, *RECV_OPS), "communication"),
 }
-# A table of more ranks than this shows mean and max alone.
+# A table of more ranks than this shows only mean and max.
 _MOST_RANKS = 16
-# Share of an instruction's time by which the device is at most behind a host for which it waits.
+# A device waits for the host in an instruction if it ends at most this share of the instruction's time after the launch.
 _BEHIND = 0.1
 
 
@@ -172,8 +172,8 @@ def instruction_times(steps: Sequence[Sequence[StepRecord]], topology: ProcessTo
 def time_for_host(records: Sequence[StepRecord]) -> float:
     """Return the share of the compute instructions' time in which a rank's device waits for the host. records: of the rank.
 
-    So it does in an instruction that it has done almost as soon as the host has launched it. (The host's own time doesn't tell:
-    where launches are far ahead of the device, the host waits too, as the queue is bounded.)
+    The device waits in an instruction that it has done almost as soon as the host has launched it. (The host's own time would
+    not show this: if launches are far ahead of the device, the host waits too, as the queue is bounded.)
     """
     waited = total = 0.0
     for record in records:
@@ -188,7 +188,7 @@ def time_for_host(records: Sequence[StepRecord]) -> float:
 def transfer_times(pipeline: Sequence[StepRecord]) -> Iterator[tuple[Instruction, float]]:
     """Yield the times of sends: from when a tensor is computed to when a rank that waits for it has it, for all such waits.
 
-    pipeline: the records of its ranks. A rank that had other work shows nothing about a transfer.
+    pipeline: the records of its ranks. A rank that had other work gives no time for a transfer.
     """
     computed = {s.instruction: s for record in pipeline for s in record.spans if s.instruction.op in COMPUTE_OPS}
     for wait in (w for record in pipeline for w in record.waits):

@@ -67,7 +67,7 @@ class RankRecord(StoredModel):
     - allocated: the most bytes in tensors at once; on the CPU those of model state, activations and operations in the batch
       whose memory was profiled, None if none was.
     - reserved: the most bytes that the CUDA allocator held.
-    - outside: bytes that the device holds besides: CUDA's context, NCCL's buffers and other processes.
+    - outside: bytes of the device outside of the allocator: CUDA's context, NCCL's buffers and other processes.
     - parts: measured bytes by component and phase, as in engine.reports.memory_report.
     """
 
@@ -137,7 +137,7 @@ class StepTimeline(StoredModel):
         return StepTimeline(spans=tuple((s.rank, str(s.instruction), s.start - first, s.end - first) for s in spans))
 
     def timeline(self) -> Timeline:
-        """Return it as a schedule's. Raises ScheduleError for what is no instruction."""
+        """Return the timeline as a schedule's Timeline. Raises ScheduleError for a name that is not an instruction."""
         spans = [Span(stage, Instruction.parse(text), start, end) for stage, text, start, end in self.spans]
         return Timeline.of(spans, 1 + max((span.rank for span in spans), default=0))
 

@@ -157,7 +157,7 @@ class StepMonitor:
         LOG.begin(config.comms_logger)
         self._every = config.steps_per_print
         self._times, self._memory = config.wall_clock_breakdown, config.memory_breakdown
-        # Scripts enable monitors on the rank that writes alone; what is gathered for them takes all ranks.
+        # Scripts may enable monitors only on the rank that writes, but all ranks take part in gathering the values.
         self._logs = any(row[0] for row in all_gather_integers([int(config.has_monitors)], groups.control))
         self._peak_flops = config.monitor.peak_flops or peak_flops
         self._bar = ProgressBar.of(config.monitor.progress if groups.rank == 0 else False)
@@ -201,12 +201,12 @@ class StepMonitor:
         return wanted and self._flops is None and self._steps > 0 and not self.profiles
 
     def pause(self) -> None:
-        """Leave the time from now to the next step's begin out of the speed, unless a step is under way."""
+        """Exclude the time from now until the next step begins from the speed, unless a step is in progress."""
         if self._paused is None and self._step is None and self._printed[1] >= 0:
             self._paused = self._now()
 
     def _now(self) -> float:
-        """Return the time at which the device has done what was launched."""
+        """Wait until the device has done all that was launched, and return the time in seconds."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.monotonic()
@@ -340,7 +340,7 @@ class StepMonitor:
         return program, self._read([step for step in self._recorded if step.program is program][-most:])
 
     def unrecorded(self, program: Program) -> list[list[StepRecord]]:
-        """Return every rank's records of the last other steps of this program: begin and end alone. Collective."""
+        """Return every rank's records of the last other steps of this program: only begin and end. Collective."""
         return self._read([step for step in self._others if step.program is program])
 
     def _read(self, steps: Sequence[StepRecorder]) -> list[list[StepRecord]]:
@@ -361,7 +361,7 @@ def _line(step: int, parts: Mapping[str, str]) -> str:
 
 
 def _speed(values: Mapping[str, float]) -> dict[str, str]:
-    """Return the parts of a step's line that tell speed and memory."""
+    """Return the parts of a step's line that show speed and memory."""
     units = {"seconds_per_step": "s/step", "samples_per_second": "samples/s", "tokens_per_second": "tokens/s"}
     parts = {"": ", ".join(f"{values[name]:.4g} {unit}" for name, unit in units.items() if name in values)}
     if "mfu" in values:

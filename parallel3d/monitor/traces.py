@@ -19,7 +19,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.monitor.steps import clock_offset
 
 MERGED = "trace.json.gz"
-_OWN_KEY = "parallel3d"  # of a rank's trace: its rank, stage, host, and what to add to its microseconds to get rank 0's
+_OWN_KEY = "parallel3d"  # entry of a trace with rank, stage, host, and the microseconds to add to get rank 0's time
 
 
 class StepTracer:

@@ -1,4 +1,4 @@
-"""Monitors of the configuration: they write named values of steps to files, or to services, by these services' libraries."""
+"""Monitors of the configuration: they write named values of steps to files, or to services through the services' libraries."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class _Csv:
             if name not in self._files:
                 path = self._folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
                 file = self._files[name] = path.open("a", newline="", encoding="utf-8")
-                if file.tell() == 0:  # else a restarted training continues
+                if file.tell() == 0:  # otherwise a restarted training continues the file
                     csv.writer(file).writerow(["step", name.rpartition("/")[2]])
             csv.writer(self._files[name]).writerow([samples, value])
         for each in self._files.values():
@@ -95,7 +95,7 @@ class _Tensorboard:
     def write_events(self, events: Sequence[tuple[str, float, int]]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        # As add_scalar does for one value, which waits for a thread each time.
+        # This writes the same as add_scalar, which would wait for a thread at each value.
         for samples, values in _by_samples(events):
             scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
             self._writer.file_writer.add_summary(Summary(value=scalars), samples)
@@ -219,7 +219,7 @@ class MonitorMaster:
             name: partial(_KINDS[name], s) for name, s in sections.items() if s.enabled and self._writes_here
         }
         self._monitors: dict[str, Monitor] = {}
-        # Of each step: samples, names, first values, further ones on the way to the host, an event after which they are there.
+        # For each step: samples, names, first values, further ones on the way to the host, an event after which they are there.
         self._collected: list[tuple[int, list[str], list[float], Tensor, torch.cuda.Event | None]] = []
         self._written = 0.0  # when values were written last
 

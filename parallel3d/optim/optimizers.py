@@ -54,7 +54,7 @@ def call(
 
 
 def _hint_of_texts(params: Mapping[str, Any]) -> str:
-    """Return a hint about a number that was read as a text, as YAML reads 1e-3 without a dot."""
+    """Return a hint about a number that was read as text, as YAML reads 1e-3 (without a dot)."""
     for key, value in params.items():
         if isinstance(value, str):
             try:
@@ -73,7 +73,7 @@ class Lion(torch.optim.Optimizer):
     Raises ValueError for a negative lr or weight_decay, and for betas outside of [0, 1).
     """
 
-    # Each element is updated from its own history: shards of a tensor do.
+    # Each element is updated from its own history, so the optimizer can work on shards of a tensor.
     elementwise: ClassVar[bool] = True
 
     def __init__(
@@ -134,7 +134,7 @@ _UNUSABLE = {
     "lbfgs": "evaluates the model several times within a step, by a closure, which a pipeline's step can't run; use AdamW",
     "sparseadam": "takes sparse gradients alone, and gradients are reduced as dense ones; use Adam",
 }
-# DeepSpeed's optimizers that are missing here, and what comes nearest.
+# DeepSpeed's optimizers that are missing here, and the nearest alternatives.
 _NOT_YET = {
     "onebitadam": "Adam",
     "zerooneadam": "Adam",
@@ -179,9 +179,9 @@ def build_optimizer(name: str, parameters: Parameters, params: Mapping[str, Any]
 def empty_optimizer(name: str, params: Mapping[str, Any]) -> torch.optim.Optimizer:
     """Return an optimizer as `build_optimizer` does, but without parameters, for its class and settings.
 
-    To add parameters torch imports its compiler, which takes most of a second.
+    Adding parameters would make torch import its compiler, which takes most of a second.
     """
-    parameter = nn.Parameter(torch.empty(1, 1))  # Muon takes matrices alone
+    parameter = nn.Parameter(torch.empty(1, 1))  # Muon takes only matrices
     return _build(name, [parameter], params, lambda cls: type(cls.__name__, (_TakesNone, cls), {}))
 
 
@@ -196,7 +196,7 @@ def _build(
     cls = class_of(name)
     params = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
     implied = _IMPLIED.get(cls, {})
-    own = [*implied]  # names of params that are DeepSpeed's alone
+    own = [*implied]  # names of params that only DeepSpeed has
     _drop_implied(name, params, implied)
     if cls in (torch.optim.Adam, torch.optim.AdamW):
         own += ["adam_w_mode", "torch_adam"]

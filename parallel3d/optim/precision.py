@@ -17,7 +17,7 @@ from parallel3d.parameters import DTYPES
 
 @dataclass(frozen=True)
 class Precision:
-    """Number formats of a training.
+    """Number formats of a training run.
 
     - weights: dtype that layers hold and compute with, over fp32 masters; None to keep the dtype that they were built in.
     - autocast: dtype of torch.autocast's region around the layers and the loss, None without.
@@ -73,10 +73,13 @@ def make_precision(config: Config) -> Precision:
 class LossScaler:
     """Factor by which losses are multiplied, and gradients divided again (arXiv:1710.03740).
 
-    settings.loss_scale, where not 0, is the scale. Else it starts at 2^initial_scale_power; an overflow costs one of
-    `hysteresis` lives, or with one left halves the scale, not below min_loss_scale; in the step after loss_scale_window ones
-    without an overflow, and after as many more, it doubles. Lives are restored when it doubles, with consecutive_hysteresis by
-    each step without overflow. The attributes have DeepSpeed's names; cur_iter is the number of steps so far.
+    settings.loss_scale, if not 0, is the constant scale. Otherwise the scale starts at 2^initial_scale_power and adapts:
+
+    - An overflow costs one of `hysteresis` lives. With one life left it halves the scale, but not below min_loss_scale.
+    - The scale doubles in the step after loss_scale_window steps without an overflow, and again after each as many.
+    - Lives are restored when the scale doubles; with consecutive_hysteresis also by each step without an overflow.
+
+    The attributes have DeepSpeed's names; cur_iter is the number of steps so far.
     """
 
     def __init__(self, settings: Fp16Config):

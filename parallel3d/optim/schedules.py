@@ -66,7 +66,7 @@ class Schedule(ABC):
 class LRRangeTest(Schedule):
     """lr = min_lr (1 + step_rate interval), where interval is steps / step_size, rounded down if staircase is set.
 
-    To find the largest rate that trains (arXiv:1803.09820). Raises ConfigError.
+    This finds the largest rate that trains (arXiv:1803.09820). Raises ConfigError.
     """
 
     def __init__(

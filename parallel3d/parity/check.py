@@ -26,8 +26,8 @@ from parallel3d.parity.settings import FP8_TOLERANCE, TOLERANCES, Settings, accu
 from parallel3d.pipe.module import PipelineModule
 from parallel3d.specs import layer_name
 
-# A tensor whose norm is less than this share of the model's is compared on that scale: below, where the true value is
-# zero, as for the bias of attention's keys, there is nothing but rounding.
+# A tensor whose norm is less than this share of the model's is compared on the scale of that share: if its true value is zero,
+# as for the bias of attention's keys, it contains only rounding errors.
 _NEGLIGIBLE = 1e-2
 
 
@@ -84,8 +84,9 @@ def make_report(
 ) -> Report:
     """Compare what all ranks hold with one process.
 
-    exact: the same, or in half precision that of a dtype whose rounding is negligible. Where `wanted` is itself far from
-    that, as where Adam normalizes the rounding of a gradient that is truly zero, twice that distance passes.
+    - wanted: results of one process.
+    - exact: the same results, or, for half precision, those of a dtype whose rounding is negligible. If `wanted` itself is far
+      from them, as when Adam normalizes the rounding of a gradient that is truly zero, twice that distance passes.
     """
     scales = _scales(wanted.gradients, exact.gradients, tolerance, by_size=False)
     gradients = differences((rank.gradients for rank in ranks), wanted.gradients, scales)
@@ -208,7 +209,7 @@ def train_layouts(target: str, layouts: Sequence[PartialLayout], settings: Setti
     """Train in the layouts one after the other; write this rank's results of the k-th to `folder`/k.rank. Collective."""
     torch.set_default_dtype(settings.building_dtype)
     for k, layout in enumerate(layouts):
-        torch.compiler.reset()  # what was compiled for other layouts counts for the compiler's limits
+        torch.compiler.reset()  # code compiled for other layouts would count towards the compiler's limits
         try:
             result = train(load_subject(target, settings.seed), layout, settings)
         except Parallel3DError as error:
@@ -219,7 +220,7 @@ def train_layouts(target: str, layouts: Sequence[PartialLayout], settings: Setti
 def train(subject: Subject, layout: PartialLayout, settings: Settings) -> Trained[list[Part]]:
     """Train a subject in a layout and return this rank's results. Collective."""
     config, seed = check_config(layout, subject.given(), settings), settings.seed
-    inputs, labels = subject.batch(0, seed)  # what policy "auto" of recomputation is chosen by
+    inputs, labels = subject.batch(0, seed)  # the sample for recomputation policy "auto"
     given: dict[str, Any] = {"seed_layers": True, "base_seed": seed, "sample_input": inputs, "sample_labels": labels}
     module = PipelineModule(subject.layers, loss_fn=subject.loss_fn, config=config, **given)
     engine, *_ = initialize(model=module, config=config)

@@ -1,7 +1,7 @@
-"""Training on one process in plain PyTorch: of this package it shares the seeds and optimizer names, and nothing that runs.
+"""Reference training on one process in plain PyTorch, which shares only seeds and optimizer names with this package.
 
-No engine, executor, schedule, bucket or partition: layers are built one after the other and called in turn. Only fp8 is the
-package's, because torch has no such linears.
+There is no engine, executor, schedule, bucket or partition: layers are built one after the other and called in turn. Only fp8
+linears are the package's, because torch has none.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Reference:
         loss_fn = subject.loss_fn
         self._loss_fn = loss_fn.build() if isinstance(loss_fn, LayerSpec) else loss_fn
         self._computing = _name_parameters(subject.layers, self._modules)
-        # As mixed precision has it, half-precision weights are rounded from the masters that the optimizer updates.
+        # As in mixed precision, half-precision weights are rounded from the masters that the optimizer updates.
         self.masters = {name: nn.Parameter(p.detach().clone()) for name, p in self._computing.items()}
         for module in self._modules:
             if module is not None and dtype == torch.bfloat16:
@@ -112,7 +112,7 @@ class Reference:
         x, y = tree_map_only(Tensor, lambda t: t.to(self._device), (inputs, labels))
         if self._dtype == torch.bfloat16:
             x = tree_map_only(Tensor, lambda t: t.to(self._dtype) if t.is_floating_point() else t, x)
-        # Other kernels of attention draw their dropout in an order of their own.
+        # Other attention kernels draw their dropout masks in another order.
         with sdpa_kernel(SDPBackend.MATH) if self._config.rng.layout_independent else nullcontext():
             for k, (layer, module) in enumerate(zip(self._subject.layers, self._modules, strict=True)):
                 torch.manual_seed(stream_seed(self._config.seed, self._seed, self._steps, index, k))
@@ -177,7 +177,7 @@ def _build(layers: Sequence[Layer], seed: int, device: torch.device) -> list[nn.
 
 
 def _tie_of(layers: Sequence[Layer], layer: Layer) -> dict[int, TiedLayerSpec]:
-    """Return those of the layers, by place, that share weights with `layer`; none if it isn't tied."""
+    """Return index -> layer of the layers that share weights with `layer`; empty if it isn't tied."""
     if not isinstance(layer, TiedLayerSpec):
         return {}
     tied = ((j, other) for j, other in enumerate(layers) if isinstance(other, TiedLayerSpec))

@@ -12,7 +12,7 @@ from parallel3d.config.layout import PartialLayout, configuration, given_section
 from parallel3d.errors import ConfigError
 
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 5e-2}
-# Where a layout rounds an operand's last bit otherwise, fp8 may take its next number, up to 25% away.
+# If a layout rounds the last bit of an operand differently, fp8 may round it to the next number, up to 25% away.
 FP8_TOLERANCE = 5e-2
 
 
@@ -21,7 +21,7 @@ class Settings:
     """Settings of a check.
 
     - steps: the number of optimizer steps.
-    - dtype: of the weights, a key of TOLERANCES.
+    - dtype: dtype of the weights, a key of TOLERANCES.
     - tolerance: relative difference that passes; None for the dtype's, or that of fp8.
     """
 

@@ -73,8 +73,8 @@ def segment_costs(
 ) -> FloatArray:
     """Return [n + 1, n + 1]: element (a, b) is the cost of layers [a, b) as one part, inf where that is empty.
 
-    The layers of one tie key (one each, None for no tie) count once a part, with the largest of their costs. Raises
-    PartitionError if the lengths differ, or for a cost that is no finite number >= 0.
+    Layers with the same tie key (tie_keys has one for each layer, None for no tie) count once a part, with the largest of their
+    costs. Raises PartitionError if the lengths differ, or for a cost that is no finite number >= 0.
     """
     n = len(costs)
     names = [f"layer{i}" for i in range(n)] if names is None else names

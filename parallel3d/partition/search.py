@@ -1,8 +1,8 @@
 """Chunks for stages that hold several: the largest sum of a stage's chunks sets the pace of a pipeline.
 
 Which sums can be reached is a problem of numbers, as hard as bin packing; no dynamic programming over bounds is exact for it.
-Few splits are tried all. Of many, a fixed set of starts goes downhill by moves that shift a run of neighbouring bounds (chunks
-between them keep their lengths), and then by pairs of such moves.
+If there are few splits, all are tried. Otherwise a local search descends from a fixed set of starts by moves that shift a run
+of neighbouring bounds (chunks between them keep their lengths), and then by pairs of such moves.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import numpy.typing as npt
 from parallel3d.partition.chain import FloatArray
 
 MOST_SPLITS = 60_000
-_ROUNDS = 3  # of starts scattered around the best split so far
-_STARTS = 32  # a round, where as many fit into _ELEMENTS
-_FINISHED = 3  # of the splits that the last round leads to
-_ELEMENTS = 250_000  # of the array of candidates' bounds, which decides how long a step takes
+_ROUNDS = 3  # rounds of starts scattered around the best split so far
+_STARTS = 32  # starts of a round, if that many fit into _ELEMENTS
+_FINISHED = 3  # number of the last round's splits that `_finish` improves
+_ELEMENTS = 250_000  # most elements of the array of candidates' bounds, which determines how long a step takes
 _LONGEST_RUN = 16  # bounds that one move shifts
-_IMPOSSIBLE = 1e30  # for an empty chunk: finite, since a stage that has none of it would turn infinity into no number
+_IMPOSSIBLE = 1e30  # cost of an empty chunk; finite, because infinity times 0 (a stage without the chunk) would be NaN
 _TOLERANCE = 1e-12
 
 _Bounds = npt.NDArray[np.int64]
-# From the cost of all chunks, see Search, that of the chunks of some splits, [..., chunks, splits]: numpy sums whole rows.
+# Takes a cost matrix (see Search); returns chunks' costs for some splits, [..., chunks, splits]: numpy sums whole rows.
 _PartsOf = Callable[[FloatArray], FloatArray]
 
 
@@ -49,8 +49,8 @@ class Search:
     """Splits of a chain into len(placement) chunks, chunk c on stage placement[c].
 
     cost: [n + 1, n + 1], element (a, b) for layers [a, b) as one chunk, or one such matrix a chunk; inf where that is empty.
-    held: likewise, [chunks, n + 1, n + 1]: what a chunk adds to what its stage may hold, at most `limit`. evenness: the
-    multiple of the largest chunk that is added to the largest stage.
+    held: [chunks, n + 1, n + 1]: what a chunk adds to what its stage holds, which is at most `limit`. evenness: the
+    multiple of the largest chunk that is added to the largest stage in the objective.
     """
 
     def __init__(

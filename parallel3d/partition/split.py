@@ -27,8 +27,8 @@ _EVENNESS = (0.0, 0.25)
 class StageLimit:
     """Limit to the bytes that a stage may hold.
 
-    Layer k on chunk c takes state[k] bytes whatever happens, and activations[k] for each of the in_flight[c] micro-batches
-    whose activations the chunk holds at once. Layers of one tie key (one each, None for no tie) hold their state once a part.
+    Layer k on chunk c always takes state[k] bytes, and activations[k] for each of the in_flight[c] micro-batches whose
+    activations the chunk holds at once. Layers with the same tie key (None for no tie) hold their state once a part.
     """
 
     limit: float
@@ -42,7 +42,7 @@ class StageLimit:
         state = segment_costs(self.state, tie_keys=self.tie_keys)
         activations = segment_costs(self.activations)
         held = np.array(self.in_flight, dtype=np.float64)[:, None, None]
-        # Where a part is empty: infinity times no micro-batch is no number.
+        # Infinity (an empty part) times 0 micro-batches would be NaN.
         return state + np.where(np.isinf(activations), 0.0, activations) * held
 
     def check(self, bounds: Sequence[int], placement: Sequence[int]) -> None:
@@ -69,13 +69,13 @@ def partition_layers(
 
     Among optimal splits it prefers the smallest sum of squared part costs, then the fewest layers in the last parts.
 
-    segments: costs of all possible parts, see segment_costs.
-    placement: the stage that holds each part, each its own by default. Where a stage holds several, what is made small is
-    the largest sum of a stage's parts, then the largest part, then the sum of squares: exactly where there are at most
-    search.MOST_SPLITS splits, else by a search from many starts, which gives the same split every time.
-    limit: only splits within it count. step: the length of a step for the parts' costs, by which one is chosen of several
-    splits, the more even of which have somewhat larger sums. paces: by which each part's cost is multiplied, as where stages
-    lie on devices of unlike speeds.
+    - segments: costs of all possible parts, see segment_costs.
+    - placement: the stage that holds each part; by default each part has its own. If a stage holds several parts, the objective
+      is the largest sum of a stage's parts, then the largest part, then the sum of squares. The minimum is exact for at most
+      search.MOST_SPLITS splits, and otherwise found by a search from many starts, which gives the same split every time.
+    - limit: only splits within it count. step: returns the length of a step for the parts' costs. It chooses among several
+      splits, of which the more even ones have somewhat larger sums.
+    - paces: factor of each part's cost, for stages on devices of unlike speeds.
 
     Raises PartitionError for more parts than layers (the message then calls the parts `what`, such as "5 stages x 5 chunks"),
     or a limit that no split found keeps to.
@@ -162,7 +162,7 @@ def _best_prefixes(combine: np.ufunc, cost: FloatArray) -> FloatArray:
 # A name of METHODS, "type:REGEX", bounds [0, ..., n] or {"weights": [one number a layer]}
 Method = str | Sequence[int] | Mapping[str, Sequence[float]]
 
-# Costs that the caller finds out from a sample of the inputs.
+# Methods whose costs the caller measures or counts with a sample of the inputs.
 MEASURED = ("flops", "profile")
 _NAMED = ("uniform", "parameters", "type", *MEASURED)
 

@@ -1,4 +1,4 @@
-"""Source of a training's micro-batches, whose number and structure all ranks agree on before each step."""
+"""Source of the micro-batches of a step. Before each step, all ranks agree on their number and structure."""
 
 from __future__ import annotations
 
@@ -46,23 +46,25 @@ class TrainingData:
         self.iterator = iterator
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the position of the default iterator, if it has one: also in samples of all replicas since an epoch began."""
+        """Return the position of the default iterator, also as a number of samples over all replicas; None if it has none."""
         if not isinstance(self.iterator, RepeatingLoader):
             return None
         state = self.iterator.state_dict(self.source.num_left(self.iterator))
         return state | {"samples": state["taken"] * self._samples_at_once()} if "taken" in state else state
 
     def load_state_dict(self, state: Mapping[str, Any] | None, same_layout: bool, replicas: int) -> None:
-        """Continue at a position, saved with any number of replicas and micro-batches of any size.
+        """Continue at a position that was saved with any number of replicas and micro-batches of any size.
 
-        same_layout, replicas: whether it was saved in this layout, and the number there. Raises DataError if no micro-batches
-        begin at that position.
+        - same_layout: whether it was saved in this layout.
+        - replicas: number of replicas with which it was saved.
+
+        Raises DataError if no micro-batches begin at that position.
         """
         if state is None or not isinstance(self.iterator, RepeatingLoader):
             return
         if "taken" in state:
             at_once, size = self._samples_at_once(), self.sizes.micro_batch_size
-            # Older checkpoints don't tell the number of samples: their micro-batches had this size.
+            # Older checkpoints don't record the number of samples: their micro-batches had this size.
             samples = state.get("samples", state["taken"] * replicas * size)
             if samples % at_once:
                 raise DataError(
@@ -131,7 +133,7 @@ class TrainingData:
                 error = raised
         signatures: list[int] = []
         try:
-            # What is frozen between steps changes which tensors between stages require a gradient.
+            # Freezing parameters between steps changes which tensors between stages require a gradient.
             trained = _hash(bytes(parameter.requires_grad for parameter in self._parameters))
             signatures = agree(own, error is not None, most, model.groups, model.placement[0], trained)
         except DataError:
@@ -157,7 +159,7 @@ class TrainingData:
                 warnings.warn(f"{found} {what}, but the configuration says {wanted}; is data missing?", stacklevel=4)
 
     def _check(self, pairs: Sequence[tuple[Any, Any]]) -> None:
-        """Let the model's first layer refuse inputs, if it is here and has a method check_inputs."""
+        """Call check_inputs of the model's first layer, if this rank holds that layer and it has this method."""
         first: Any = dict(self._model.layers.items()).get("0")
         if hasattr(first, "check_inputs"):
             for inputs, _ in pairs:
@@ -165,7 +167,7 @@ class TrainingData:
 
 
 def _as_pytree(value: Any) -> Any:
-    """Return a mapping into which pytrees don't look, as a tokenizer's BatchEncoding, as a dict; anything else as it is."""
+    """Convert a mapping that is no pytree node, such as a tokenizer's BatchEncoding, to a dict; return the rest unchanged."""
     return dict(value) if isinstance(value, Mapping) and type(value) not in SUPPORTED_NODES else value
 
 
@@ -181,7 +183,7 @@ class MicroBatchSource:
     """Takes micro-batches from iterators, and keeps those that a step did not use for the next one."""
 
     def __init__(self) -> None:
-        # id(iterator) -> (what keeps the id from being reused, its kept micro-batches)
+        # id(iterator) -> (an object that keeps the id from being reused, its kept micro-batches)
         self._left: dict[int, tuple[Any, list[Any]]] = {}
 
     def take(self, iterator: Iterator[Any], most: int) -> list[Any]:
@@ -233,10 +235,11 @@ def agree(
     first_stage: int,
     trained: int = 0,
 ) -> list[int]:
-    """Agree with all ranks, on the host, on a batch; return the signature of each micro-batch of this rank's pipeline.
+    """Agree with all ranks on the number and structure of a step's micro-batches, by collectives on the host.
 
-    The number of micro-batches is the same on every rank: the smallest of the ranks that load data. With the inputs, and
-    with what any stage trains, the signature changes: outputs of stages may differ in what requires a gradient.
+    Returns the signature of each micro-batch of this rank's pipeline. Their number is the same on every rank: the smallest of
+    the ranks that load data. A signature depends on the inputs and on which parameters any stage trains, because both
+    determine which outputs of stages require a gradient.
 
     - signatures: one for each micro-batch that this rank could load, at most `most`; None on a rank that needs no data.
     - failed: whether loading failed on this rank.
@@ -283,8 +286,8 @@ def make_loader(
 ) -> DataLoader[Any]:
     """Return a loader of this replica's micro-batches of a dataset, or `data` itself. Raises ConfigError, DataError.
 
-    Unless config.dataloader_shuffle says, samples are shuffled, but for a pipeline in the dataset's order, as in DeepSpeed.
-    pin_memory: on CUDA.
+    config.dataloader_shuffle says whether samples are shuffled; by default they are, except for a pipeline, which reads them
+    in the dataset's order, as in DeepSpeed. pin_memory: whether batches are in pinned memory, on CUDA only.
     """
     if isinstance(data, DataLoader):
         if data.batch_size not in (None, sizes.micro_batch_size):

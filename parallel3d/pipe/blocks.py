@@ -1,6 +1,6 @@
 """Units of any module (ZeRO-3): which modules' weights are gathered together, and the hooks that gather and release them.
 
-The order of the calls need not be known, and may change. What was gathered after a unit the last time is gathered ahead.
+The order of the calls need not be known, and may change. The unit that followed another one the last time is prefetched.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class BlockUnits:
     """Gathers each unit of a module before the module runs, or its backward, and releases it after that.
 
     A unit whose module contains another one's is kept until the end of a backward, because its own operations run before and
-    after those of the others. Parameters of other modules that a module has in a list, tuple or dict are gathered with it. When
-    its forward reads the attribute of another one that is a parameter, it is gathered, and from then on with that module.
+    after those of the others. Parameters of other modules that a module has in a list, tuple or dict are gathered with it. A
+    parameter that its forward reads as an attribute of another module is gathered then, and from then on with the reader.
 
     replicas: a group on the host, in which the replicas compare what they are about to gather. A replica for which a unit
     follows as it did the last time goes on, and awaits the comparison at the next gather; one that needs another unit awaits it
@@ -119,7 +119,7 @@ class BlockUnits:
         self._register_deepspeed_module(model)
 
     def __reduce__(self) -> tuple[Callable[[], BlockUnits], tuple[()]]:
-        """Copy and pickle units as none: the weights of a copied module are its own, and its hooks have nothing to do."""
+        """Copy and pickle as an object without units: the weights of a copied module are its own and need no gather."""
         return _no_units, ()
 
     def remove_hooks(self) -> None:
@@ -142,7 +142,7 @@ class BlockUnits:
             inside = set(module.modules()) - {module}
             if inside and module not in inner and not is_split(module):
                 vars(module)["forward"] = FirstShapes(module.forward, type(module).__name__, **options)
-                self._watch(module.modules(), on=False)  # torch.compile takes no such class
+                self._watch(module.modules(), on=False)  # torch.compile does not support this class of dict
                 number += 1
                 inner |= inside
         self._needed = {module: needed for module, needed in self._needed.items() if module not in inner}

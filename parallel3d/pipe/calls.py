@@ -80,7 +80,7 @@ K = TypeVar("K")
 class Call(NamedTuple):
     """A layer as its chunk calls it: its index in the list, its module (None for a plain function), and the callable.
 
-    policy: what of it is recomputed.
+    policy: which of its results are recomputed.
     """
 
     layer: int
@@ -108,10 +108,10 @@ Group = tuple[list[Call], RecomputationPolicy | Literal["", False]]
 def in_groups(
     layers: Sequence[T], interval: int, recomputed: Callable[[T], K]
 ) -> list[tuple[list[T], K | Literal[False]]]:
-    """Return layers in groups, and how each group is recomputed: as one, where it has `interval` layers or fewer.
+    """Split layers into groups of neighbours that are recomputed alike; return (layers, their recomputation) of each group.
 
-    recomputed: how a layer is, false if it isn't. Neighbours that are not recomputed are one group; none is recomputed if the
-    interval is 0.
+    - interval: the most layers of a recomputed group; 0: no layer is recomputed.
+    - recomputed: returns how a layer is recomputed, a false value if it isn't. Neighbours that aren't are one group.
     """
     groups = []
     for again, neighbours in groupby(layers, key=lambda layer: interval > 0 and recomputed(layer)):
@@ -124,7 +124,7 @@ def in_groups(
 def backward_order(groups: Sequence[tuple[list[T], object]]) -> list[T]:
     """Return the layers in the order in which a backward runs them, from groups in the order of the forward.
 
-    It runs a recomputed group forward, and then their backwards, the first of which follows at once.
+    A recomputed group runs forward again, then backward. Its last layer, whose backward follows at once, is listed once.
     """
     order: list[T] = []
     for layers, again in reversed(groups):
@@ -145,7 +145,7 @@ class LayerCalls:
         self._reached: Callable[[Run | None], None] | None = None
 
     def recompute(self, interval: int, policy_of: PolicyRule) -> None:
-        """Recompute neighbouring layers in groups of `interval`, each that has a policy by another one."""
+        """Recompute neighbouring layers in groups of `interval`, and give each recomputed layer the policy of `policy_of`."""
         self._interval = interval
         for chunk, own in self._calls.items():
             self._calls[chunk] = [

@@ -21,7 +21,7 @@ REMEDY = "set compile.cuda_graphs to false"
 
 
 def check_cuda_graphs(config: Config, module: PipelineModule, policy: ZeroPolicy) -> None:
-    """Raise ConfigError, with all reasons, if instructions of such a training can't be captured as CUDA graphs."""
+    """Raise ConfigError, with all reasons, if this configuration keeps instructions from being captured as CUDA graphs."""
     sliced = module.groups.model.size > 1
     recomputation = config.activation_checkpointing
     reasons = {
@@ -96,14 +96,14 @@ class CudaGraphs:
         # Only this thread's calls: NCCL's watchdog queries events at any time.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            # What is drawn outside of a layer's stream is found by `drew`; older versions of PyTorch don't capture it.
+            # `drew` finds random numbers drawn outside of a layer's stream; older versions of PyTorch don't capture them.
             with self._own_streams.captured(self), self.without_draws():
                 yield graph
             self._check_host()
         except BaseException:
             with suppress(Exception):
                 graph.capture_end()
-            # PyTorch 2.11 leaves the states of a capture that can't be ended in order as if it went on.
+            # If a capture can't be ended regularly, PyTorch 2.11 leaves its generator states as if it still ran.
             own = spare
             self._forget_streams()
             raise

@@ -21,10 +21,10 @@ class RepeatingLoader:
         self._iterator: Iterator[Any] | None = None
         self._num_taken = 0
         if getattr(loader, "persistent_workers", False):
-            iter(loader)  # draws their seed now, so that each epoch draws its order alone
+            iter(loader)  # draws the workers' seed now, so that an epoch draws only its order
 
     def _start(self) -> Iterator[Any]:
-        # What shuffles draws an epoch's order at its first batch, or, where workers read ahead, before it.
+        # A shuffling loader draws an epoch's order at its first batch, or, where workers read ahead, before it.
         self._generator = _generator_of(self.loader).get_state()
         self._iterator, self._num_taken = iter(self.loader), 0
         return self._iterator
@@ -46,8 +46,9 @@ class RepeatingLoader:
     def state_dict(self, unused: int = 0) -> dict[str, Any]:
         """Return the position `unused` micro-batches before the last one that was read. The state holds tensors.
 
-        A loader that has a position, as torchdata's StatefulDataLoader, gives it; it is after the unused ones, as that of
-        another loader is after those of the epoch before: they are left out after a load, and a warning says so.
+        A loader with a position of its own, such as torchdata's StatefulDataLoader, returns that, which is after the unused
+        micro-batches. For any other loader, a position can't lie in an earlier epoch. A warning gives the number of unused
+        micro-batches that are therefore left out after a load.
         """
         sampler = _resumable_sampler(self.loader)
         if sampler is not None:
@@ -66,8 +67,8 @@ class RepeatingLoader:
         """Continue at a position. If neither the loader nor its sampler has one, the batches before it are read and dropped.
 
         Such a loader must yield batches in the same order as before: its sampler gets the epoch that it had, by
-        `set_epoch`, and what shuffles, its own generator or torch's, the state that it had. Raises DataError if a loader of
-        another kind was saved.
+        `set_epoch`, and the generator that shuffles (the loader's own or torch's) gets the state that it had. Raises DataError
+        if a loader of another kind was saved.
         """
         resumable = _resumable_sampler(self.loader)
         if (resumable is not None) != ("sampler" in state):
@@ -94,7 +95,7 @@ class RepeatingLoader:
 
 
 def _is_stateful(loader: Any) -> bool:
-    """Return whether a loader has a position. accelerate's have the methods in any case."""
+    """Return whether a loader has a position. Loaders of accelerate have the methods even if they have none."""
     return hasattr(loader, "load_state_dict") and bool(getattr(loader, "use_stateful_dataloader", True))
 
 

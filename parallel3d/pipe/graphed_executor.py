@@ -88,7 +88,7 @@ class GraphedExecutor(Executor):
         super().__init__(*args, **kwargs)
 
     def forget(self) -> None:
-        """Drop the graphs: what they read or write is about to move, or other work is to be done."""
+        """Drop the graphs, because the memory that they read or write is about to move, or other work is to be captured."""
         self._works: dict[Instruction, _CapturedWork] = {}
         self._captured: Program | None = None
         self._shapes: Sequence[int] = ()  # signatures of the micro-batches that were captured
@@ -188,7 +188,7 @@ class GraphedExecutor(Executor):
         self._prepared.add(chunk)
 
     def _give(self, cell: Cell, inputs: tuple[Structure, list[Tensor]], labels: tuple[Structure, list[Tensor]]) -> None:
-        """Put a forward's inputs and labels where it takes them from."""
+        """Put a forward's inputs and labels where `_forward` takes them from."""
         if cell[0] == 0:
             self._inputs[cell] = inputs[0].rebuild(inputs[1]), None
         else:
@@ -236,7 +236,7 @@ class GraphedExecutor(Executor):
         cell, before = (i.chunk, i.micro_batch), (i.chunk - 1, i.micro_batch)
         if cell not in self._graphed:
             return False
-        passes_on = i.op is not Op.BACKWARD_WEIGHT  # gradients, from the next chunk to the one before
+        passes_on = i.op is not Op.BACKWARD_WEIGHT  # gradients of the next chunk to the previous one
         tensors = self._gradients.pop(cell) if passes_on else []
 
         def backward(static: list[Tensor]) -> list[Tensor]:

@@ -31,9 +31,9 @@ from parallel3d.schedule.instructions import COMPUTE_OPS, Op, Program, chunks_by
 from parallel3d.schedule.search import ALL_RULES, SPLIT_OPS, TIGHT_RULES, Rule
 from parallel3d.specs import BuildContext, Layer
 
-_DEVICE = "H100"  # whose rates time layers. Only their ratios count.
-_NUMBERS = 5  # of micro-batches in flight that are tried, from 1 to the most
-_SHARE = 0.9  # of a device's memory, without memory_budget: the rest is for what tensors don't take
+_DEVICE = "H100"  # Layers are timed with this device's rates. Only the ratios of the times count.
+_NUMBERS = 5  # How many numbers of micro-batches in flight are tried, from 1 to the most.
+_SHARE = 0.9  # Budget without memory_budget, as a share of the device's memory; the rest is for other use than tensors.
 
 # (stage, bytes that a micro-batch holds on each chunk until its backward, and with deferred weight gradients) -> most bytes.
 InFlight = Callable[[int, Mapping[int, int], Mapping[int, int]], int]
@@ -76,7 +76,7 @@ def options_of(traces: Traces, k: int, splits: bool) -> list[Option]:
         held, every = profile.held(splits), policy == "full"
         own, kept = (0, range(len(profile.inputs))) if every else (held.saved.own, held.saved.inputs)
         saved, within = own + sum(profile.inputs[i] for i in kept), held.backward_peak - own
-        if profile.loss is not None:  # which is in no recomputed region
+        if profile.loss is not None:  # the loss is in no recomputed region
             loss = profile.loss.whole
             saved += loss.saved.own + sum(profile.loss.inputs[i] for i in loss.saved.inputs)
             within = max(within, loss.forward_peak, loss.backward_peak - loss.saved.own)
@@ -145,9 +145,10 @@ class LayerOptions:
     def choose_with_program(self, num_micro_batches: int, max_in_flight: float) -> Choice:
         """Return the policies whose shortest program that fits is the shortest.
 
-        Tried are each policy alone, and what costs the least for a number of micro-batches in flight: the same on all chunks,
-        with deferred weight gradients, and in proportion to the time in which they come back. Then what costs the least for the
-        programs of these. Programs are searched roughly, but that of the policies which are chosen.
+        Candidates are each policy alone, and the cheapest policies for some numbers of micro-batches in flight: the same number
+        on all chunks, the same with deferred weight gradients, and numbers in proportion to the time until a micro-batch comes
+        back. Further candidates are the cheapest policies for the programs of these. Programs of candidates are searched
+        roughly; the program of the chosen policies is searched in full.
 
         - max_in_flight: the most activations in flight, as a multiple of those of 1F1B on its first rank.
         """

@@ -100,7 +100,7 @@ def _loss_of(outputs: Any, _: Any) -> Tensor:
 
 
 class _Recomputing:
-    """Has the replacement of a block's forward, its own method `forward`, so that a copy of the block calls a copy.
+    """Holder of a block's replaced forward, the method `forward`. A copy of the block calls a copy of this object.
 
     plain: the block's forward.
     """
@@ -110,8 +110,8 @@ class _Recomputing:
         self._in_graph = recomputed_in_graph(plain, policy)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block, and again in its backward what the policy says."""
-        if torch.is_grad_enabled():  # a cache of keys and values would get them twice
+        """Run the block; its backward recomputes what the policy says."""
+        if torch.is_grad_enabled():  # a recomputation would add keys and values to a cache a second time
             args = tuple([None if _is_cache(value) else value for value in args])
             kwargs = {name: value for name, value in kwargs.items() if not _is_cache(value)}
         run = self._in_graph if torch.compiler.is_compiling() else self._run

@@ -85,7 +85,7 @@ class LayerSplitter:
         policies = policy_rule(settings.checkpointable_layers, settings.checkpoint_policy, names)
         self._parameters: list[list[nn.Parameter]] = []
         self._given: list[dict[str, nn.Parameter]] = []
-        built: list[tuple[LayerSpec, nn.Module]] = []  # of specs that build alike, one blueprint
+        built: list[tuple[LayerSpec, nn.Module]] = []  # one blueprint for all specs that build equal modules
         for k, layer in enumerate(layers):
             spec = layer if isinstance(layer, LayerSpec) else None
             module = next((known for other, known in built if spec is not None and spec.builds_like(other)), None)

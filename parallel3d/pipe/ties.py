@@ -172,9 +172,9 @@ def _check_copies(stages: Sequence[Mapping[str, tuple[tuple[int, ...], str]]], p
 
 
 def given_parameters(layer: Layer, module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters, by all their names, that `module`, the layer as it is built, has and didn't make itself.
+    """Return the parameters, by all their names, that the built layer `module` was given rather than made itself.
 
-    They are those of a layer that is a module, and of a spec those in its arguments.
+    These are all parameters of a layer that is a module, and those in the arguments of a spec.
     """
     named = dict(module.named_parameters(remove_duplicate=False))
     if not isinstance(layer, LayerSpec):

@@ -17,7 +17,7 @@ from parallel3d.schedule.instructions import Instruction, Op
 from parallel3d.schedule.lifetimes import ChunkUses, Use
 from parallel3d.zero.weights import Units
 
-# Of the peak of memory, the part that isn't filled: the allocator's blocks are up to 1 MiB larger than their tensors.
+# Part of the peak of memory that isn't filled: the allocator's blocks are up to 1 MiB larger than their tensors.
 _GAP = 512
 
 
@@ -27,7 +27,7 @@ class LayerUnits:
     Outside of a program, as for engine(inputs), a layer's weights are gathered when it runs, and those of other layers are
     released.
 
-    uses: what each of this rank's chunks uses.
+    uses: chunk -> the units that each run of its layers needs, for this rank's chunks.
     """
 
     def __init__(self, module: PipelineModule, units: Units):
@@ -74,7 +74,7 @@ class LayerUnits:
         self._memory = RunMemory(self._module.device, self._units.live_bytes)
 
     def freed(self) -> list[int]:
-        """Return how many elements of weights each run of the measured program had more room for than that with the least."""
+        """Return, for each run of the measured program, the elements of weights that fit in beyond those of the fullest run."""
         assert self._memory is not None
         memory, self._memory = self._memory, None
         memory.reach(len(memory.most) + 1, self._units.live_bytes)

@@ -1,4 +1,4 @@
-"""The topology planning tool: the best layouts of a model on a cluster, predicted from what the runtime itself would run."""
+"""The topology planning tool: finds the best layouts of a model on a cluster from predictions of the program that would run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Collect only new garbage, and rarely: programs are a million objects, none of them in a cycle."""
+    """Make garbage collections rare in this context, and limit them to new objects: programs have a million without cycles."""
     before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(2_000_000, 50, 50)

@@ -67,7 +67,7 @@ class Measured(Memory, Traffic):
         )
 
     def ways(self, whole: bool = False) -> list[float]:
-        """Return the time that a micro-batch takes from each chunk to the loss and back. whole: whether backwards are."""
+        """Return the time that a micro-batch takes from each chunk to the loss and back. whole: whether backwards are whole."""
         back = self.backward if whole else self.input_gradient
         return list(accumulate(map(add, reversed(self.forward), reversed(back))))[::-1]
 
@@ -168,9 +168,10 @@ def make_plan(placement: Sequence[int], num_micro_batches: int, measured: Measur
 def shortest_program(
     placement: Sequence[int], num_micro_batches: int, measured: Measured, rules: Sequence[Rule]
 ) -> tuple[float, Program]:
-    """Return the makespan of a plan without traffic, and its program before backwards are fused. rules: of the search.
+    """Return the makespan of a plan without traffic, and its program before backwards are fused.
 
-    Where fusing backwards gains nothing, the makespan is that of `make_plan`'s program, but for transfers that wait for others.
+    Where fusing backwards gains nothing, the makespan is that of `make_plan`'s program, except that no transfer waits for
+    another one. rules: those that the search tries.
     """
     found = [program for _, program in _candidates(tuple(placement), num_micro_batches, measured, rules)]
     clock = ListClock(found[0], measured.cost)
@@ -208,7 +209,7 @@ def _plan(name: str, program: Program, makespan: float, measured: Measured) -> P
 def _candidates(
     placement: tuple[int, ...], num_micro_batches: int, measured: Measured, rules: Sequence[Rule] = ALL_RULES
 ) -> Iterator[tuple[str, Program]]:
-    """Yield the programs that a plan may run. rules: of the search."""
+    """Yield the programs that a plan may run. rules: those that the search tries."""
     # With recomputation, a micro-batch whose backward is whole holds less.
     holds_less = any(map(lt, measured.held, measured.deferred))
     if not (holds_less and any(map(gt, measured.least(placement), measured.limit))):
@@ -224,7 +225,7 @@ def _candidates(
             yield name, program
 
 
-@lru_cache(maxsize=1)  # the same for all policies that are weighed
+@lru_cache(maxsize=1)  # the same for all policies of recomputation that are compared
 def _named(placement: tuple[int, ...], num_micro_batches: int) -> list[tuple[str, Program]]:
     """Return the schedules of fixed form for this placement."""
     num_stages = max(placement) + 1
@@ -233,7 +234,7 @@ def _named(placement: tuple[int, ...], num_micro_batches: int) -> list[tuple[str
         try:
             program = build(name, num_stages, num_micro_batches, len(placement) // num_stages, kind)
         except ScheduleError:
-            continue  # not for this number or placement of chunks
+            continue  # the schedule does not support this number or placement of chunks
         if program.placement == placement:
             found.append((name, program))
     return found
@@ -270,7 +271,8 @@ def first_plan(
     """Return the plan to run before anything is measured: every backward split.
 
     - max_in_flight: activations in flight, as a multiple of those of 1F1B on its first rank.
-    - predicted: of the chunks; without it, times are equal on all of them, and memory is not limited any further.
+    - predicted: predicted times and memory of the chunks; without it, all chunks take equal times, and memory is not limited
+      any further.
     """
     ones = (1.0,) * len(placement)
     guessed = predicted or Measured.of(placement, decoder_cost, ones, ones, max_in_flight)

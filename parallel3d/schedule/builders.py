@@ -1,4 +1,4 @@
-"""Builders of schedules. Each emits compute instructions alone; the passes of lowering.py add the rest.
+"""Builders of schedules. Each emits only compute instructions; the passes of lowering.py add the rest.
 
 In zero-bubble schedules a backward is split, and weight gradients run where a rank would wait for input gradients. The idea,
 ZB-H1 and ZBV are those of arXiv:2401.10241; F, I and W are the times of a forward, an input gradient (the paper's B) and a
@@ -103,7 +103,7 @@ def interleaved(num_stages: int, num_micro_batches: int, num_chunks: int) -> Pro
 
 
 def inference(num_stages: int, num_micro_batches: int, num_chunks: int = 1, placement: str = "loop") -> Program:
-    """Run forwards alone, in groups of p micro-batches, chunk by chunk within a group; no activation is held."""
+    """Run only forwards, in groups of p micro-batches, chunk by chunk within a group; no activation is held."""
     check_sizes(num_stages, num_micro_batches, num_chunks)
     where = placement_of(placement, num_stages, num_chunks)
     order = range(num_micro_batches)
@@ -192,7 +192,7 @@ def looped_zero_bubble(
 
     max_in_flight: the most activations that a rank holds, as a multiple of those of 1F1B's first rank, which are p v
     activations of a chunk (of v a rank); 1.5 by default. cost: the times to plan for, as for simulate().
-    roughly: whether a sixth of the time is taken.
+    roughly: whether the search tries fewer rules, in about a sixth of the time.
 
     A step can't be shorter than v m (F + I + W) + (p - 1) F, for the last rank starts p - 1 forwards late; planned for
     F = I = W with the default memory it is no longer for any m >= p up to 8 stages, 16 micro-batches and 4 chunks.

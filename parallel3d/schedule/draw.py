@@ -158,7 +158,7 @@ MARK_COLOURS = {
 }
 _LEFT, _RIGHT, _TITLE, _AXIS, _LANE, _MARK, _GAP = 62, 18, 30, 34, 24, 4, 6
 _INK, _FAINT = "#24292f", "#6e7781"
-_MOST_BOXES = 6_000  # spans of a panel: with more, compute alone is drawn, without labels and titles
+_MOST_BOXES = 6_000  # spans of a panel: with more, only compute is drawn, without labels and titles
 
 
 class _Scale:
@@ -231,7 +231,7 @@ def svg(
     )
 
 
-# Not macros of the template: these take five times as long.
+# Functions, not macros of the template, which take five times as long.
 def _marked(timeline: Timeline) -> list[tuple[Span, str]]:
     """Return (span, kind) of all instructions but compute that take time; a simulation may count them as free."""
     if len(timeline.spans) > _MOST_BOXES:
@@ -320,7 +320,7 @@ def chrome_trace(timelines: Mapping[str, Timeline], scale_to_us: float = 1e6) ->
     events: list[dict[str, Any]] = []
     for pid, (name, timeline) in enumerate(timelines.items(), start=1):
         events += _titles("process", pid, 0, name, pid)
-        tid = 1000 * pid  # Perfetto keeps 0 to itself and takes tid == pid for a process's main thread.
+        tid = 1000 * pid  # Perfetto reserves 0 and treats tid == pid as a process's main thread.
         for rank in range(timeline.num_ranks):
             for title, is_host in ((f"stage {rank}", True), (f"stage {rank} communication", False)):
                 own = [s for s in timeline.spans if s.rank == rank and blocks_host(s.instruction.op) is is_host]

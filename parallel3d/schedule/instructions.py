@@ -216,7 +216,7 @@ class Program:
         return replace(self, instructions=tuple(tuple(i) for i in instructions))
 
     def first(self, num_micro_batches: int) -> Program:
-        """Return the schedule (compute instructions alone) of the first micro-batches, at least 1.
+        """Return the schedule (only compute instructions) of the first micro-batches, at least 1.
 
         Dropping a micro-batch removes nodes from an acyclic order, so what was free of deadlock stays so.
         Raises ScheduleError when the program has fewer.

@@ -24,7 +24,7 @@ NEVER = 1 << 60
 
 @dataclass(frozen=True)
 class ChunkUses:
-    """The units that each run of a layer needs, in the order of the runs: of a chunk's forward, and of its backward.
+    """Units that each run of a layer needs, in the order of the runs in a chunk's forward, and of those in its backward.
 
     A backward recomputes a group of layers first. BACKWARD_WEIGHT needs no weights.
     """
@@ -182,7 +182,7 @@ def _residencies(
             first = held[unit][0] if unit in held else run
             held[unit] = first, run, following[run][unit]
         while sum(sizes[u] for u in held) > room + freed[run]:
-            # Of units that are used next at the same time, the largest leaves: then others may stay.
+            # If several units are used next at the same time, release the largest, so that others may stay.
             unit = max((u for u in held if u not in use), key=lambda u: (held[u][2], sizes[u], u))
             yield _Residency(unit, *held.pop(unit)[:2])
         for unit in use:
@@ -193,7 +193,7 @@ def _residencies(
 
 
 def peak_live(instructions: Iterable[Instruction], sizes: Mapping[int, int], freed: Sequence[int] = ()) -> int:
-    """Return the most that is gathered at any time of a rank's list beyond what is freed then, see `Lifetimes.add_to`.
+    """Return the most that is gathered at any time of a rank's list, less what is freed at that time; see `Lifetimes.add_to`.
 
     sizes: unit -> elements, bytes, or another number, in which `freed` is given, too.
     """

@@ -14,11 +14,12 @@ from parallel3d.schedule.instructions import Instruction, Op, Program
 class ChunkBytes:
     """Bytes of one micro-batch on one chunk.
 
-    saved: held from the forward to the backward, without inputs from a message or the loader;
-    output: of the output, held from the forward until it is sent; what the backward needs of it, or the next chunk if it is of
-    the same rank, is in `saved`;
-    received, loaded: inputs from messages and from the loader (labels too); output_gradient: what the backward receives;
-    input_gradient: what it makes for the previous chunk; deferred: held from BACKWARD_INPUT to BACKWARD_WEIGHT.
+    - saved: held from the forward to the backward, without inputs from a message or the loader.
+    - output: the part of the output that is held only from the forward until it is sent. The part that the backward needs, or
+      the next chunk if it is on the same rank, is in `saved`.
+    - received, loaded: inputs from messages and from the loader (labels too).
+    - output_gradient: gradient that the backward receives; input_gradient: gradient that it makes for the previous chunk.
+    - deferred: held from BACKWARD_INPUT to BACKWARD_WEIGHT.
     """
 
     saved: int = 0

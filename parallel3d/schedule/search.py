@@ -161,11 +161,11 @@ class Rule(NamedTuple):
 
 
 ALL_RULES = [Rule(*r) for r in product(("alternate", "gradient", "forward"), (0.5, 0.1, 0.0), (0.0, 0.5))]
-# Four whose best order is seldom longer than the best of all by more than 4% where memory is short.
+# Four rules whose best order is seldom longer than the best of all rules by more than 4% where memory is short.
 TIGHT_RULES = [
     Rule(*r) for r in (("alternate", 0, 0), ("forward", 0.1, 0.5), ("gradient", 0, 0.5), ("alternate", 0.1, 0))
 ]
-# Three that are seldom all bad: their best order is within 2% of the best of all.
+# Three rules that are seldom all bad: their best order is usually within 2% of the best of all rules.
 LIKELY_RULES = [Rule("alternate", 0.1, 0.5), Rule("alternate", 0.1, 0.0), Rule("gradient", 0.0, 0.0)]
 _SLACKS = (0.0, 0.1, 0.5)  # delays of transfers, in forwards, by which equally short orders are compared
 

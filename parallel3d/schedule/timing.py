@@ -165,7 +165,7 @@ class Simulation:
 
     @cached_property
     def _rounds(self) -> list[int]:
-        """The forwards on the last chunk of the last micro-batch, and of those whole rounds of the ranks before it."""
+        """Forwards on the last chunk: of the last micro-batch, and of those that are whole rounds of the ranks before it."""
         chunk, p, m = self.program.num_chunks - 1, self.program.num_ranks, self.program.num_micro_batches
         rank = self.program.placement[chunk]
         numbers = dict(zip(self.program.instructions[rank], self._lists[rank], strict=True))

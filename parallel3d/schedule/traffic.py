@@ -26,9 +26,9 @@ _Pair = tuple[int, int]  # (rank, position of the input gradient in the rank's l
 
 
 def fuse_backwards(program: Program, cost: Cost) -> Program:
-    """Fuse an input gradient and a weight gradient of its chunk that follows it into one backward, if the step gets no longer.
+    """Fuse each input gradient with the weight gradient of its chunk right after it, where that makes the step no longer.
 
-    program: compute instructions alone. Weight gradients of one chunk are exchanged among micro-batches for this, which
+    program: only compute instructions. Weight gradients of one chunk are exchanged among micro-batches for this, which
     changes neither times nor memory if micro-batches are equal. cost: as simulate()'s, also for whole backwards. All pairs
     are tried together; a set that makes the step longer is tried again in two halves.
     """
@@ -153,7 +153,7 @@ _SHARES = (1.0, 0.5, 0.25)  # shares of a rank's weight gradients that are moved
 def orders_that_hide_reductions(program: Program) -> Iterator[Program]:
     """Yield orders of the weight gradients of all ranks in which compute may hide reductions, to be timed with these.
 
-    program: compute instructions alone. In some orders the last weight gradients complete one chunk after the other, so that
+    program: only compute instructions. In some orders the last weight gradients complete one chunk after the other, so that
     only the last chunk's reductions are exposed; in the others the first ones follow their input gradients at once, which
     helps where each micro-batch is reduced.
     """

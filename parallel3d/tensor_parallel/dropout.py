@@ -40,7 +40,7 @@ class _PartDropout(nn.Dropout):
         if not self.training or self.p == 0 or self._group.size == 1:
             return super().forward(x)
         if self._draws_whole:
-            # Of ones, so that the very operation draws which one process runs; in a half dtype it rounds their scale.
+            # Dropout of ones runs the same operation as one process. Only != 0 is used, as a half dtype rounds the scale.
             kept = part_of(F.dropout(x.new_ones(whole_shape), self.p) != 0)
         elif torch.compiler.is_compiling():
             kept = _own_mask(x, self.p, self._group.number)
@@ -88,7 +88,7 @@ class SlicedDropout(_PartDropout):
         self._slicing = cut(size, segments, self._group.size).slicing(dim, self._group.index)
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., this rank's part, ...] -> as it is."""
+        """Drop elements of input: [..., this rank's part, ...] -> same shape."""
         shape = list(input.shape)
         shape[self._dim] = self._size
         return self._drop(input, shape, self._slicing.part_of)
@@ -98,7 +98,10 @@ class SequenceDropout(_PartDropout):
     """Dropout of a rank's shard of a sequence, the form of activations between regions with sequence parallelism."""
 
     def forward(self, input: Tensor, length: int | None = None) -> Tensor:
-        """[..., ceil(length / tp), hidden] -> as it is; length: of the whole sequence, by default without padding."""
+        """Drop elements of input: [..., ceil(length / tp), hidden] -> same shape.
+
+        length: of the whole sequence; by default the shards have no padding.
+        """
         shape = list(input.shape)
         shape[SEQUENCE_DIM] = shape[SEQUENCE_DIM] * self._group.size if length is None else length
         return self._drop(input, shape, lambda mask: scatter_sequence(mask, self._group))

@@ -26,7 +26,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def fits_fp8(linear: nn.Module) -> bool:
-    """Return whether the tensor cores take the sizes of a linear layer."""
+    """Return whether the tensor cores support fp8 GEMMs of a linear layer's sizes."""
     return not any(size % MULTIPLE for size in _sizes(linear))
 
 
@@ -41,7 +41,7 @@ def patterns_of(choice: LayerNames) -> list[str]:
 
 
 def _sizes(linear: nn.Module) -> Sequence[int]:
-    """Return the sizes of the weights that all ranks hold; not of the weight's own shape, which ZeRO-3 may have freed."""
+    """Return the sizes of the weights on all ranks. They are not read from the weight, which ZeRO-3 may have freed."""
     whole: Any = linear
     if isinstance(linear, (ColumnParallelLinear, RowParallelLinear)) and not linear.cut.shared:
         return whole.in_features, whole.out_features, *linear.cut.lengths

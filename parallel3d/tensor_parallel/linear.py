@@ -53,7 +53,7 @@ class SlicedLayer(SplittableLayer, ABC):
 
     @property
     def _pair(self) -> Pair:
-        """The weight and the bias; not as attributes, whose readers don't get the weight in fp8."""
+        """The weight and the bias. They are not read as attributes, which would gather an fp8 weight in its own dtype."""
         weight = self._parameters.get("weight")
         assert weight is not None
         return weight, self._parameters.get("bias")
@@ -150,7 +150,7 @@ def column_outputs(layers: Sequence[ColumnParallelLinear], x: Tensor, length: in
     all of the layers' weight gradients.
     """
     first = layers[0]
-    # A layer that somebody has put in place of one, or hooks, want to see a call.
+    # A replaced layer, or one with hooks, must be called itself.
     own = all(type(layer) is ColumnParallelLinear and not has_hooks(layer) for layer in layers)
     if not own or any(
         (layer.group is not first.group and layer.group != first.group)  # a graph of PyTorch 2.11 can't compare them

@@ -100,7 +100,7 @@ def parallelize(
             setattr(module.get_submodule(parent), attribute, replacements[layer])
     for layer, (_, style) in styles.items():
         if isinstance(style, Whole) and style.partial:
-            # What the plan shards inside it says for itself what each rank has of its gradients.
+            # Layers inside it that the plan shards declare themselves which of their gradients are partial.
             own = {p for new in replacements.values() for p in new.parameters()}
             sum_gradients_over((p for p in layer.parameters() if p not in own), group)
     if sequence_parallel:

@@ -46,9 +46,9 @@ def slicing_group(group: Group | None, context: BuildContext | None) -> Group:
 
 
 def sum_gradients_over(parameters: Iterable[Tensor], group: Group) -> None:
-    """Say that each rank of the group computes only a part of these parameters' gradients (`partial_over`).
+    """Mark parameters of whose gradients each rank of the group computes only a part (attribute `partial_over`).
 
-    So it is for norms on shards of a sequence, and for what heads of several ranks share.
+    Examples are norms on shards of a sequence, and parameters that the heads of several ranks share.
     """
     for parameter in parameters:
         vars(parameter)["partial_over"] = group
@@ -131,7 +131,7 @@ def _cut_off(x: Tensor, length: int | None) -> Tensor:
 # multiplications at 650 TFLOP/s and half of them, of a weight some thousands of features wide. Shapes of the result and not
 # of the operands decide, for those may differ between ranks, which must agree.
 HALVES_FROM = 2**24
-# Of a product: a GPU's cores want that many.
+# Fewest rows of a product that is halved: a GPU's cores need that many to be busy.
 ROWS_FROM = 512
 
 

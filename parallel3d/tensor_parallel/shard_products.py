@@ -166,6 +166,6 @@ def _blocks(x: Tensor, shard: int, rows: int) -> Blocks:
     """Split [..., a multiple of shard, features] into shards, and each into messages of `rows` rows or, the last, fewer."""
     if shard % rows:
         return [block.split(rows) for block in rows_of(x).split(shard)]
-    # Of views that cost the host the least.
+    # reshape and unbind are the views that cost the host the least.
     messages, each = x.reshape(-1, rows, x.shape[-1]).unbind(), shard // rows
     return [messages[start : start + each] for start in range(0, len(messages), each)]

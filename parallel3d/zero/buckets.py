@@ -23,7 +23,7 @@ HostAllocator = Callable[[int, torch.dtype, bool], Tensor]  # numel, dtype, whet
 
 @dataclass(frozen=True, eq=False)
 class ShardHomes:
-    """Where a rank keeps shards, and how sharded weights are gathered.
+    """Places where a rank keeps shards, and the group that gathers sharded weights.
 
     - gather_group: the ranks of the partition with a communicator of their own, for gathers of sharded weights.
     - allocate: makes flat tensors of zeros for offloaded state. host: keeps shards of weights in host memory or on disk.
@@ -66,7 +66,7 @@ class Bucket:
     """Consecutive parameters in flat buffers of `numel` elements; each rank of `partition` updates one shard of them.
 
     - weights: the weights that layers compute with, [numel]; None if the parameters keep their own storage. own_weights: this
-      rank's shard of them, [numel / partition]; None likewise.
+      rank's shard of them, [numel / partition]; None in the same case.
     - sharded: the weights as shards; None if they are whole on every rank.
     - gradients: the accumulator, [numel]; None if the bucket uses transient buffers. gradient_shard: [numel / partition].
     - spans: the parts of the shard that the optimizer may update one by one. A single one if its state is on the device and
@@ -99,16 +99,16 @@ class Bucket:
         zeros = partial(torch.zeros, dtype=self.gradient_dtype, device=self.device)
         self.gradients = None if layout.is_transient else zeros(self.numel)
         self.gradient_shard = zeros(layout.shard_numel) if self.gradients is None else self.gradients[self.shard]
-        # Whether gradient_shard is zero since the last step, or was divided in it, by loss scale and clipping.
+        # Whether gradient_shard is still zero since the last step, or was divided in that step by loss scale and clipping.
         self.is_cleared = self.is_divided = False
         offload = layout.policy.offload if layout.is_offloaded else None
         self.spans = self._cut_spans(offload.window if offload is not None else layout.shard_numel)
         self.shards = [shard for span in self.spans for shard in span.shards]
-        # How often each parameter has been written to: our own writes go into the flat buffer and don't count.
+        # Version counter of each parameter. Writes of this package go into the flat buffer and don't change it.
         self._versions = {shard: shard.info.parameter._version for shard in self.shards}
 
     def mark_gradients(self, is_cleared: bool = False, is_divided: bool = False) -> None:
-        """Note what was done with gradient_shard where it is: it is zero, so that nobody has to clear it again, or divided."""
+        """Note that gradient_shard is zero, so that it need not be cleared again, or that it was divided in place."""
         self.is_cleared, self.is_divided = is_cleared, is_divided
 
     def view(self, flat: Tensor, k: int) -> Tensor:
@@ -237,7 +237,7 @@ class Bucket:
     def follow_weights(self, settle: Callable[[], None]) -> None:
         """Copy weights that others have written, as load_state_dict does, into the masters; a step would undo them.
 
-        Masters of which the weights are the rounded values stay: of what is clamped in each step, few change.
+        A master whose rounded value equals the weight stays as it is: a script that clamps weights in each step changes few.
 
         settle: called before a master is written.
         """
@@ -261,7 +261,7 @@ class Bucket:
         self._point_to(self.weights)
 
     def keep_on_device(self, master: Tensor | None) -> None:
-        """Keep the optimizer's state, and masters of their own, here, on the device, from now on."""
+        """Keep the optimizer's state on the device from now on, and `master` too if it is a copy of the weights."""
         self.is_offloaded = self.state_on_disk = False
         if self.has_own_master:
             self.master = master
@@ -297,9 +297,9 @@ class Bucket:
 
     @torch.no_grad()
     def write_back(self, part: slice | None = None, masters: Tensor | None = None) -> None:
-        """Round updated masters of this rank's shard into the weights, where these are not the masters themselves.
+        """Round updated masters of this rank's shard into the weights, unless the weights are the masters themselves.
 
-        masters: those in a part of the shard, on the device; by default all, where they are kept.
+        masters: the masters of `part` of the shard, on the device; by default all, read from where they are kept.
         """
         if not self.has_own_master:
             return
@@ -372,7 +372,7 @@ class FrozenBucket:
 
 
 def _mapped(shard: Tensor, group: Group) -> Tensor:
-    """Return a shard of weights where its gathers read it."""
+    """Return a shard of weights in the memory from which peers gather it."""
     return shard if group.gather_copies is None else group.gather_copies.keep(shard)
 
 

@@ -28,7 +28,7 @@ from parallel3d.comm.host_memory import allocate_slab
 from parallel3d.comm.transfers import Event
 from parallel3d.errors import OffloadError
 
-ALIGNMENT = 4096  # of offsets, sizes and addresses, as O_DIRECT needs it; pages have it
+ALIGNMENT = 4096  # Bytes. O_DIRECT needs offsets, sizes and addresses aligned to it; memory pages are.
 _GIB = 2**30
 
 
@@ -38,7 +38,7 @@ def in_blocks(nbytes: int) -> int:
 
 
 class Traffic:
-    """Bytes that were read or written, and the seconds in which any request was under way."""
+    """Bytes that were read or written, and the seconds in which any request was in progress."""
 
     def __init__(self) -> None:
         self.nbytes, self.seconds = 0, 0.0
@@ -64,23 +64,23 @@ class Traffic:
 
 
 class Transfer:
-    """Read or write under way. Until wait() returns, its tensor must not be used, nor written to."""
+    """Read or write in progress. Until wait() returns, its tensor must be neither read nor written."""
 
     def __init__(self, blocks: Sequence[Future[None]]):
         self._blocks = blocks
 
     def wait(self) -> None:
-        """Return when all of it is done, or no part is under way any more. Raises OffloadError."""
+        """Wait until no part of the transfer is in progress. Raises OffloadError if a part failed."""
         wait(self._blocks)
         for block in self._blocks:
             block.result()
 
 
 class ScratchFile:
-    """Space on disk of one rank, which it alone can reach, and which is free again however its process ends.
+    """Private scratch space of one rank on disk, freed however its process ends.
 
     - directory: on the disk to use, such as `nvme_path`.
-    - nbytes: size, which is taken at once.
+    - nbytes: size in bytes, which is allocated at once.
     - block_bytes: size of a request, a multiple of 4096 (`aio.block_size`).
     - in_flight: reads at a time, and as many writes, each of a thread (`aio.queue_depth` x `aio.intra_op_parallelism`).
 
@@ -101,15 +101,15 @@ class ScratchFile:
                 "through the page cache, which is slower and takes host memory; set nvme_path to a directory on a local disk",
                 stacklevel=2,
             )
-        # Threads for each direction: a disk that reads and writes at once would do one after the other for a single queue.
+        # Separate threads for each direction: with a single queue, reads and writes would not overlap.
         self._readers, self._writers = (
             ThreadPoolExecutor(in_flight, thread_name_prefix=f"parallel3d disk {name}") for name in ("read", "write")
         )
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return the next part of the file that isn't taken, as a flat tensor of zeros, mapped into memory page by page.
+        """Allocate the next free part of the file and return it as a flat tensor of zeros, mapped into memory.
 
-        It is for access between transfers: these and the mapping see each other's bytes.
+        Use the tensor between transfers: these and the mapping see each other's bytes. Raises OffloadError if the file is full.
         """
         size = in_blocks(numel * dtype.itemsize)
         if size > self.nbytes - self._taken:
@@ -144,7 +144,7 @@ class ScratchFile:
         return read, written
 
     def close(self) -> None:
-        """Wait for what is under way, then give the space back."""
+        """Wait for transfers in progress, then free the space."""
         self._readers.shutdown()
         self._writers.shutdown()
         self._file.close()
@@ -219,7 +219,7 @@ def _use_direct(file: int) -> bool:
 
 @dataclass(eq=False)
 class StagingBuffer:
-    """A part of some flat tensors of the scratch file in host memory, by name. free: when a device has copied what was read."""
+    """Host buffer for one part of some of the scratch file's tensors, by name. free: when a device has copied what was read."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     slabs: dict[str, Tensor] = field(default_factory=dict)
@@ -228,7 +228,7 @@ class StagingBuffer:
     free: Event = None
 
     def wait(self) -> None:
-        """Return when it has been read. Raises OffloadError."""
+        """Wait until the part has been read. Raises OffloadError."""
         while self.reads:
             self.reads.pop().wait()
 
@@ -237,7 +237,7 @@ class StagingBuffer:
         self.free = event
 
     def wait_until_written(self) -> None:
-        """Return when it has been written back. Raises OffloadError, again and again: what was to be written is lost."""
+        """Wait until the part has been written back. After a failed write, each call raises OffloadError: the data are lost."""
         if self.written is not None:
             self.written.result()
         self.written = None
@@ -296,7 +296,7 @@ class StagingBuffers:
             transfer.wait()
 
     def settle(self) -> None:
-        """Return when all is written. Raises OffloadError."""
+        """Wait until all writes are done. Raises OffloadError."""
         for staged in self._buffers:
             staged.wait_until_written()
 

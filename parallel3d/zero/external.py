@@ -164,7 +164,7 @@ def unwatch(model: nn.Module) -> None:
 class WatchedParameters(dict[str, nn.Parameter | None]):
     """The parameters of a module; calls `on_use` when one that is not gathered is read as an attribute of the module.
 
-    One that is gathered in fp8 is gathered in its own dtype then.
+    A parameter that is gathered in fp8 is gathered in its own dtype at such a read.
     """
 
     def __init__(

@@ -38,10 +38,10 @@ def can_gather_in_fp8(config: Config) -> bool:
 
 
 def mark_weights(module: nn.Module, linears: Collection[nn.Module]) -> None:
-    """Let buckets that are made from now on gather the weights of these fp8 linears of a module in fp8, and no other ones.
+    """Let buckets that are made from now on gather the weights of these fp8 linears of a module in fp8, and no other weights.
 
-    Not those that others may read: parameters that a module holds besides the linear, those of linears with hooks, and of
-    linears whose weights the forward of a module around them reads, as nn.MultiheadAttention does.
+    Weights that other code may read are left out: parameters that another module holds too, those of linears with hooks, and
+    those that the forward of an enclosing module reads, as nn.MultiheadAttention's does.
     """
     for parameter in module.parameters():
         let_gather_in_fp8(parameter, False)
@@ -57,7 +57,7 @@ def mark_weights(module: nn.Module, linears: Collection[nn.Module]) -> None:
 
 
 def _read_by_forward(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules inside one whose forward has `<name>.weight`, with their names."""
+    """Yield the modules inside `module` whose weight an enclosing module's forward reads as `<name>.weight`."""
     code = getattr(inspect.unwrap(module.forward), "__code__", None)
     if code is not None and (names := _names_before_weight(code)):
         yield from (inner for path, inner in module.named_modules() if path.rpartition(".")[2] in names)
@@ -100,7 +100,7 @@ class Fp8Weights(ShardedWeights):
         self._round, self._scales = round_into, ()
         if scales is not None and not self._reads_whole:
             self._scales = scales.unbind()
-            # cuBLAS reads scales at addresses that 16 divides alone.
+            # cuBLAS reads scales only at addresses that 16 divides.
             self._inverses = F.pad(scales.reciprocal().unsqueeze(1), (0, 3))[:, 0].unbind()
 
     def cast_of(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor] | None:
@@ -143,7 +143,7 @@ class Fp8Weights(ShardedWeights):
         return super().gather_whole()
 
     def read_whole(self) -> None:
-        """Gather the weights in their own dtype, now and from now on: something else than the fp8 linear reads them."""
+        """Gather the weights in their own dtype, now and from now on, because not only the fp8 linear reads them."""
         if self.partition.index == 0:
             shapes = [list(parameter.shape) for parameter in self.parameters]
             logger.info("not only fp8 linears read weights of shapes %s: they are no longer gathered in fp8", shapes)

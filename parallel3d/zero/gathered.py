@@ -1,4 +1,4 @@
-"""Whole weights outside of the training's own calls (ZeRO-3)."""
+"""GatheredParameters: a context in which a script reads or changes whole weights (ZeRO-3)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Replicas:
 
 
 def describe_whole(parameter: nn.Parameter, replicas: Group) -> None:
-    """Give a parameter that is no shard the attributes that libraries read of each parameter with ZeRO-3.
+    """Give a parameter that is not sharded the attributes that libraries read from each parameter with ZeRO-3.
 
     replicas: the ranks that hold it.
     """

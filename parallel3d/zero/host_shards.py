@@ -54,7 +54,7 @@ class HostShards:
         self._device, self._pin, self._transfers = device, pin, Transfers()
         self._kept: list[ref[Tensor]] = []
         self._longest = 0  # bytes of the largest shard
-        self._buffers: list[tuple[Tensor, Event]] = []  # the one that was used last is the last
+        self._buffers: list[tuple[Tensor, Event]] = []  # the most recently used one comes last
         self._read: Event = None
         self._written: Event = None
         self._file, self._count = file, count
@@ -92,7 +92,7 @@ class HostShards:
         return shard.data_ptr() in self._on_disk
 
     def expect(self, shards: Iterable[Tensor]) -> None:
-        """Read shards from the disk ahead, which will be gathered next, in this order; forget all others that were read."""
+        """Prefetch from disk the shards that will be gathered next, in this order; drop all others that were prefetched."""
         if not self._on_disk:
             return
         coming = list(filter(self._is_on_disk, shards))
@@ -103,7 +103,7 @@ class HostShards:
         self._read_ahead()
 
     def _read_ahead(self) -> None:
-        """Start reads while a buffer is free besides the one that is in use."""
+        """Start reads as long as a buffer is free besides the one in use."""
         while self._coming and len(self._ahead) < self._count - 1 and self._staging.is_free():
             last = self._on_disk[self._coming[0].data_ptr()]
             if last is not None and last.written is not None and not last.written.done():
@@ -174,7 +174,7 @@ class HostShards:
         return self._written
 
     def settle(self) -> None:
-        """Return when the host may read and write the shards. Raises OffloadError."""
+        """Wait until the host may read and write the shards. Raises OffloadError."""
         self.expect(())
         for event in (self._read, self._written):
             if event is not None:

@@ -28,7 +28,7 @@ def shards_weights(config: str | Path | Mapping[str, Any] | Config | None) -> bo
 
 
 def host_shards(config: str | Path | Mapping[str, Any] | Config | None) -> HostShards | None:
-    """Return what keeps shards in host memory while a model is built, if a configuration offloads them; else None."""
+    """Return the HostShards that keep shards while a model is built, if the configuration offloads them; else None."""
     if not shards_weights(config):
         return None
     assert config is not None
@@ -62,7 +62,7 @@ class Init:
     - config_dict_or_path (or config): a configuration; without ZeRO stage 3 the context does nothing.
     - dtype: cast the parameters to it, before they are sharded.
     - remote_device: "cpu" or "nvme" to keep the shards in host memory until `initialize` is called, also those of a single
-      rank. So does a configuration with offload_param.
+      rank. A configuration with offload_param has the same effect.
     - enabled: False to do nothing. Other arguments of DeepSpeed's are accepted and have no effect.
 
     All ranks must build the same modules in the same order, and get the first rank's values. `module.apply(function)` gathers

@@ -34,8 +34,8 @@ class Kind:
     """Properties that all parameters of a bucket share.
 
     dtype: dtype in which the parameters were built.
-    sliced: whether each tensor-parallel rank holds another part.
-    partial_over: for copies, the group over which their gradients are summed; None if these are whole on every rank.
+    sliced: whether each tensor-parallel rank holds a different part of the parameters, instead of a copy.
+    partial_over: for copies, the group over which their gradients are summed; None if each rank computes whole gradients.
     in_fp8: whether ZeRO-3 may gather them in fp8.
     """
 
@@ -53,7 +53,7 @@ class BucketLayout(NamedTuple):
     num_shards: the number of equal parts; one rank updates each.
     is_sharded: whether the weights, too, live as shards, and are gathered while they are used. The parameters are of one unit.
     is_offloaded: whether masters and optimizer state are in host memory, or, with state_on_disk, on disk.
-    weights_offloaded: whether the shards of the weights are, or, with weights_on_disk, on disk.
+    weights_offloaded: whether the shards of the weights are in host memory, or, with weights_on_disk, on disk.
     """
 
     kind: Kind

@@ -45,17 +45,17 @@ class StateBytes:
 
     @property
     def steady(self) -> int:
-        """Between batches."""
+        """Bytes held between batches."""
         return self.weights + self.gradients + self.masters + self.optimizer
 
     @property
     def backward(self) -> int:
-        """While layers run and gradients are reduced."""
+        """Most bytes held while layers run and gradients are reduced."""
         return self.steady + self.transient + self.gathered
 
     @property
     def step(self) -> int:
-        """While the optimizer runs, which may need more for itself; the transient buffers are kept."""
+        """Bytes held while the optimizer runs, transient buffers included, without the optimizer's own workspace."""
         return self.steady + self.transient + self.update + self.window
 
 
@@ -263,7 +263,7 @@ def _largest_piece(layout: BucketLayout) -> int:
 def _largest_part(start: int, stop: int, shard: int) -> int:
     """Return the size of the largest part of [start, stop) that lies in one shard."""
     if start == stop:
-        return 0  # so may the shards be, of what a rank has no part of
+        return 0  # the rank has no part of it, and the shards may be empty
     first, last = (start // shard + 1) * shard, (stop - 1) // shard * shard
     if first >= stop:
         return stop - start
@@ -273,7 +273,7 @@ def _largest_part(start: int, stop: int, shard: int) -> int:
 # Elementwise optimizers, and the tensors of an element's own size that they keep for each, whatever their settings.
 _BY_NUMBER = {0: "SGD", 1: "ASGD Adagrad Lion RMSprop", 2: "Adadelta Adam AdamW Adamax NAdam RAdam Rprop"}
 MOMENTS = {name: number for number, names in _BY_NUMBER.items() for name in names.split()}
-# Their state that is one number for a whole parameter. The shape doesn't tell it apart if the parameter is a number, too.
+# State of these that is one number per parameter. The shape can't tell it apart if the parameter has one element, too.
 _NUMBERS = frozenset({"step", "mu_product", "mu", "eta"})
 
 
@@ -284,7 +284,7 @@ def is_elementwise_state(key: str, shape: Sequence[int], of_parameter: Sequence[
 
 def moments_of(optimizer: torch.optim.Optimizer) -> int | None:
     """Return how many elements of state an optimizer keeps per element, at most; None if that isn't known."""
-    # Adafactor keeps sums over rows and columns, which are next to nothing, and Muon its momentum alone.
+    # Adafactor keeps sums over rows and columns, which are next to nothing, and Muon only its momentum.
     known = {**MOMENTS, "Adafactor": 0, "Muon": 0}.get(type(optimizer).__name__)
     settings = (optimizer.defaults, *optimizer.param_groups)
     more = sum(any(each.get(key) for each in settings) for key in ("amsgrad", "centered", "momentum"))

@@ -33,13 +33,13 @@ _FUSED_ON_CPU = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch
 
 @dataclass(eq=False)
 class _Buffer:
-    """Memory that one span at a time passes through, by the name of its state. free: when the last one has left."""
+    """Memory that one span at a time passes through, by the name of its state. free: event after which it can be reused."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     free: Event = None
 
     def room(self, name: str, like: Tensor, allocate: Callable[[int], Tensor]) -> Tensor:
-        """Return room for a flat tensor. allocate: makes it, unless there is enough, given the bytes of an element."""
+        """Return memory for a flat tensor. allocate: makes new memory, given the bytes of an element, if there isn't enough."""
         if name not in self.tensors or self.tensors[name].nbytes < like.nbytes:
             self.tensors[name] = allocate(like.itemsize)
         return self.tensors[name][: like.nbytes].view(like.dtype)
@@ -94,7 +94,7 @@ class OffloadedState:
             read = min(settings.host_buffers, sum(len(bucket.spans) for bucket in buckets if bucket.state_on_disk))
             self._staging = StagingBuffers(storage.file, read, storage.settings.pin, self._longest * self._widest)
         self._group_of: dict[nn.Parameter, int] = {}
-        # What gradients pass through on their way to the CPU is kept: to pin new memory takes long.
+        # Buffers of gradients on their way to the CPU are kept, because pinning new memory takes long.
         self._window = [_Buffer() for _ in range(settings.buffers)] if self.on_cpu else []
         self._window_bytes = 0  # of the last step
         self._last: Event = None  # of the last copy to the host
@@ -145,7 +145,7 @@ class OffloadedState:
         return StateBytes(disk=disk, host=host, window=self._window_bytes)
 
     def settle(self) -> None:
-        """Return when the host may read and write the state."""
+        """Wait until the host may read and write the state."""
         if self._last is not None:
             self._last.synchronize()
             self._last = None
@@ -154,7 +154,7 @@ class OffloadedState:
 
     @torch.no_grad()
     def step(self, untouched: Set[nn.Parameter], factor: Tensor | None, meanwhile: Call) -> None:
-        """Update all spans and their weights. meanwhile: called when the first copies are under way.
+        """Update all spans and their weights. meanwhile: called once the first copies have started.
 
         untouched, factor: see Bucket.assign_gradients.
         """
@@ -169,7 +169,7 @@ class OffloadedState:
             self._failure = repr(error)
             raise
         finally:
-            self._transfers.join(self._device)  # the window's memory is free for others, also after an error
+            self._transfers.join(self._device)  # afterwards the window's memory can be reused, also after an error
             for group, params in zip(self._optimizer.param_groups, kept, strict=True):
                 group["params"] = params
 
@@ -220,7 +220,7 @@ class OffloadedState:
         yield from coming
 
     def _bring(self, bucket: Bucket, span: Span, staged: StagingBuffer | None, buffer: _Buffer) -> _Visit:
-        """Start to copy a span's state into a buffer. What the optimizer makes again waits for the buffer, too."""
+        """Start to copy a span's state into a buffer. State that the optimizer makes anew waits for the buffer, too."""
         visit = _Visit(bucket, span, buffer, staged, arrived=buffer.free)
         if staged is not None:
             staged.wait()
@@ -247,7 +247,7 @@ class OffloadedState:
             if _MASTER in visit.rooms:
                 bucket.write_back(span.part, visit.rooms[_MASTER])
             self._adopt(bucket, span, visit)
-        finally:  # the buffer is not theirs for longer, also after an error
+        finally:  # also after an error, the masters must not refer to the buffer any longer
             for shard in span.shards:
                 self._point(shard, bucket, flats, 0)
         done = self._transfers.now(self._device)
@@ -305,7 +305,7 @@ class OffloadedState:
         self._last = visit.buffer.free = self._transfers.copy(_weights(bucket, span), weights)
 
     def _optimize(self, span: Span, device: torch.device) -> None:
-        """Run the optimizer on a span's masters alone, which are on this device, and drop their gradients."""
+        """Run the optimizer only on a span's masters, which are on this device, and drop their gradients."""
         for k, group in enumerate(self._optimizer.param_groups):
             group["params"] = [shard.master for shard in span.shards if self._group_of.get(shard.master) == k]
         self._place_numbers(span, device)
@@ -324,7 +324,7 @@ class OffloadedState:
                 state.update({k: v.to(device) for k, v in state.items() if isinstance(v, Tensor) and not v.dim()})
 
     def _point(self, shard: ParameterShard, bucket: Bucket, flats: dict[str, Tensor], start: int) -> None:
-        """Make a shard's master, and what state the optimizer has of it, parts of these flat tensors."""
+        """Make a shard's master, and the state that the optimizer has for it, views of these flat tensors."""
         state = self._optimizer.state.get(shard.master, {})
         for name, flat in flats.items():
             if name == _MASTER:
@@ -340,7 +340,7 @@ class OffloadedState:
     def _adopt(self, bucket: Bucket, span: Span, visit: _Visit | None = None) -> None:
         """Copy elementwise state that lies elsewhere, as the optimizer has just made or loaded it, into the flat tensors.
 
-        visit: in whose buffer the span is; None if it is on the host.
+        visit: the visit in whose buffer the span is; None if the span is on the host.
         """
         flats = self._flats[bucket]
         for shard in span.shards:

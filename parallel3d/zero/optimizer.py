@@ -38,10 +38,10 @@ _SCALING = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 class ShardedOptimizer:
     """Makes a torch optimizer update this rank's shards instead of the parameters it was made for.
 
-    Its parameter groups keep their settings, and a parameter's shards stay in its group; so learning-rate schedules and
-    the user's handles go on working, and groups can be added. on_gather: called with the owners and the index of each bucket
-    whose gather has been launched, and its Work. Raises ConfigError for an optimizer that would compute something else on
-    shards, unless allow_untested, and for parameters that aren't the model's. partitions: whether the optimizer must be fit for
+    Parameter groups of the optimizer keep their settings, and a parameter's shards stay in its group; so learning-rate
+    schedules and the user's handles keep working, and groups can be added. on_gather: called with the owners and the index of
+    each bucket whose gather has been launched, and its Work. Raises ConfigError for an optimizer that would compute something
+    else on shards, unless allow_untested, and for parameters that aren't the model's. partitions: whether it must be fit for
     shards, though a single rank may hold whole tensors, or parameters are sharded over tensor-parallel ranks.
 
     open_kernel: called when the optimizer holds the masters; returns the kernel that steps these buckets, or None.
@@ -73,7 +73,7 @@ class ShardedOptimizer:
             _move_state(optimizer, bucket)
         for group in optimizer.param_groups:
             group["params"] = self._masters_of(group["params"])
-        held = {master for group in optimizer.param_groups for master in group["params"]}  # of frozen ones is no master
+        held = {master for group in optimizer.param_groups for master in group["params"]}  # frozen ones have no master
         for parameter in optimizer.state.keys() - held:
             del optimizer.state[parameter]
         add = WeakMethod(self._add_param_group)  # so that who keeps the optimizer doesn't keep the engine
@@ -128,7 +128,7 @@ class ShardedOptimizer:
         return fused and isinstance(self.optimizer, _SCALING) and hasattr(self.optimizer, "_step_supports_amp_scaling")
 
     def step(self, untouched: Set[nn.Parameter], divisor: Tensor | None = None, overflow: Tensor | None = None) -> None:
-        """Update the shards; then their weights must be gathered. Parameters in `untouched` got no gradient and stay the same.
+        """Update the shards; gather their weights afterwards. Parameters in `untouched` got no gradient and don't change.
 
         divisor: divides the gradients, or None; overflow: whether to do nothing, if `takes_scale`; scalars on the device.
         """
@@ -196,7 +196,7 @@ class ShardedOptimizer:
         shards.clear()
 
     def settle(self) -> None:
-        """Return when the host may read and write offloaded state, and weights on the host."""
+        """Wait until the host may read and write offloaded state, and weights on the host."""
         for offloaded in (self.offloaded, self._host):
             if offloaded is not None:
                 offloaded.settle()
@@ -225,7 +225,7 @@ class ShardedOptimizer:
             work.wait()
 
     def gather(self, chunk: int | None = None) -> None:
-        """Start to gather the weights of a chunk, or all, bucket by bucket in the order of the layers, unless under way."""
+        """Start to gather the weights of a chunk, or all, bucket by bucket in layer order, unless in progress."""
         for number, bucket in enumerate(self.buckets):
             if bucket in self._stale and (chunk is None or chunk in bucket.owners):
                 self._stale.remove(bucket)
@@ -246,7 +246,7 @@ class ShardedOptimizer:
 
 
 def _move_state(optimizer: torch.optim.Optimizer, bucket: Bucket) -> None:
-    """Cut the state that the optimizer has already, as Adagrad does from the start, into the state of the shards."""
+    """Cut state that the optimizer has before its first step, as Adagrad has, into the state of the shards."""
     for shard in bucket.shards:
         parameter, master = shard.info.parameter, shard.master
         if master is not parameter and parameter in optimizer.state:
@@ -265,7 +265,7 @@ def _state_of(key: str, value: Any, parameter: Tensor, master: Tensor, start: in
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer is known, or says, to update each element from that element's own history."""
+    """Return whether an optimizer is known or declared to update each element from that element's own history."""
     return type(optimizer) in _ELEMENTWISE or getattr(type(optimizer), "elementwise", False)
 
 

@@ -18,7 +18,7 @@ KINDS = ("lp_params", "lp_grads", "hp_params", "optim_states", "contiguous_grad_
 class Parking:
     """Moves state of buckets to the host and back. Its tensors stay the same objects, without memory in the meantime.
 
-    frozen: weights in no bucket. settle: called first; ends copies and gathers that are under way.
+    frozen: weights in no bucket. settle: called first; waits for copies and gathers in progress.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ class OptimizerOffload:
     """Masters and optimizer state of a share of the elements, `ratio`, in host memory, or on disk.
 
     They pass through `buffers` buffers of the device of at most `window` elements each, or stay, and the CPU updates them.
-    is_auto: whether those that the device has room for are moved to it after some steps. disk: None for host memory alone;
+    is_auto: whether those that the device has room for are moved to it after some steps. disk: None for only host memory;
     host_ratio: with a disk, the share of the offloaded state that stays in host memory.
     """
 
@@ -94,9 +94,9 @@ class ZeroPolicy:
     in every micro-batch's backward, so that unsharded gradients are never held; fused_from: whole backwards of linears with at
     least this number of multiply-adds add weight gradients to the accumulators past autograd, which would write, read and add
     them once more, None if none does; largest_whole: with stage 3, weights of units of at most this number of elements are
-    whole on every rank; peer_copies: whether the others are gathered by copies, where devices have them; whole_layers: whether
+    whole on every rank; peer_copies: whether sharded weights are gathered by copies, where devices can; whole_layers: whether
     the gradients of a layer come all at once, as a compiled one gives them; offload: how optimizer state is kept on the host,
-    if it is; weight_offload: likewise of the weights' shards.
+    if it is; weight_offload: the same for the weights' shards.
     """
 
     stage: int
@@ -225,7 +225,7 @@ def usual_live(policy: ZeroPolicy, device: torch.device) -> int:
 def free_memory(device: torch.device) -> float:
     """Return the bytes of the device's memory that nothing has used so far, but for a tenth of it."""
     if device.type != "cuda":
-        return float("inf")  # it is the host's
+        return float("inf")  # the CPU's memory is the host's
     free, total = torch.cuda.mem_get_info(device)
     return free - _SHARE * total
 

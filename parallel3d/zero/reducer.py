@@ -84,7 +84,7 @@ class GradientReducer:
         # Partial sums of a shard's squares, where the reduction computes them on its way.
         self._squares: dict[Bucket, Tensor] = {}
         self._finished = True  # gradients of this step that were partial over tensor-parallel ranks are summed
-        self._reduces = True  # the last backward's gradients are reduced over data parallelism, and those before it
+        self._reduces = True  # gradients up to the last backward's are reduced over data parallelism
 
     def _attach(self) -> None:
         """Give the sink the accumulators: views of the bucket's buffer, or of the transient one it has at the time.
@@ -250,7 +250,7 @@ class GradientReducer:
                 "zero_optimization.stage to 2 or 3 and reduce_per_micro_batch to true"
             )
         self._wait()
-        self._squares.pop(bucket, None)  # of what may be written now
+        self._squares.pop(bucket, None)  # out of date once the caller has written the gradients
         return None if self._finished else bucket.kind.partial_over
 
     def _wait(self) -> None:

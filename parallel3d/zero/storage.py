@@ -1,4 +1,4 @@
-"""Where offloaded state is kept: memory of the host, or a scratch file; agreed on by all ranks before any is taken."""
+"""Storage of offloaded state, in host memory or a scratch file. All ranks agree that it suffices before any allocates it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from parallel3d.zero.policy import Disk, OptimizerOffload, ZeroPolicy
 
 @dataclass(frozen=True)
 class Storage:
-    """Memory of the host, and the file of the state on disk if there is some."""
+    """Host memory for offloaded state, and the scratch file for state on disk; None without any on disk."""
 
     settings: OptimizerOffload
     file: ScratchFile | None = None
@@ -40,7 +40,7 @@ def open_storage(
     be free again, those of shards of the model as it was built. limit_gib: see host_capacity.
     Collective over `control`, the world. Raises OffloadError on all ranks.
     """
-    # What is left to take by a measured limit is without what is held; a limit that is given holds for all.
+    # A measured limit says what is left, which excludes the memory held; a limit that is given covers all of it.
     more = max(0, state.host - held) if limit_gib is None else state.host
     mine = socket.gethostname(), more, host_capacity(limit_gib)
     everyone = all_gather_object(mine, control)

@@ -17,9 +17,9 @@ from parallel3d.zero.layout import BucketLayout
 def buffer_sizes(
     buckets: Iterable[Bucket | BucketLayout], whole_layers: bool, early: Collection[nn.Parameter] = ()
 ) -> list[int]:
-    """Return the elements of each of the TransientBuffers of these buckets: those that fill at once, and the largest.
+    """Return the elements of each of the TransientBuffers of these buckets: as many as fill at once, and one more.
 
-    The largest takes the next gradients while those before are reduced.
+    One has the size of the largest bucket. It takes the next gradients while earlier ones are reduced.
 
     whole_layers: whether the gradients of a layer come all at once, as compiled layers give them. Otherwise they come bucket
     by bucket.

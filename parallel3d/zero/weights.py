@@ -1,6 +1,6 @@
 """Weights that live as shards (ZeRO-3) and are gathered while layers compute with them (arXiv:1910.02054, section 5).
 
-Further below: values of parameters that are not whole in memory.
+The functions at the end handle parameters whose values are not whole in memory.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class Units:
     """The units of a rank, each the sharded weights of one layer, by the layer's index in the list.
 
     - host: keeps shards that are in host memory or on disk.
-    - live: number of elements that are gathered now; peak: the most so far; live_bytes, peak_bytes: likewise in bytes.
+    - live: number of elements that are gathered now; peak: the most so far; live_bytes, peak_bytes: the same in bytes.
     - number: gathers so far.
     """
 
@@ -219,12 +219,12 @@ class Units:
         self.sizes = {unit: sum(w.numel for w in own) for unit, own in weights.items()}
         self._unit_of = {p: unit for unit, own in weights.items() for w in own for p in w.parameters}
         self._nbytes = {unit: sum(w.nbytes for w in own) for unit, own in weights.items()}
-        # Unit -> what of it is gathered here, and not by GatheredParameters, and the bytes.
+        # Unit -> (weights of it that are gathered here, not by GatheredParameters; their bytes).
         self._held: dict[int, list[tuple[ShardedWeights, int]]] = {}
         self.live = self.peak = self.live_bytes = self.peak_bytes = self.number = 0
 
     def __reduce__(self) -> tuple[type[Units], tuple[dict[int, Any]]]:
-        """Copy and pickle units as none: the weights of a copied module are its own."""
+        """Copy and pickle as an object without units: the weights of a copied module are its own."""
         return Units, ({},)
 
     def elements(self, nbytes: int) -> int:
@@ -270,7 +270,7 @@ class Units:
                 weights.wait()
 
     def release(self, unit: int) -> None:
-        """Release a unit, but for what GatheredParameters has gathered."""
+        """Release a unit, except weights that GatheredParameters has gathered."""
         for weights, nbytes in self._held.pop(unit, ()):
             self.live, self.live_bytes = self.live - weights.numel, self.live_bytes - nbytes
             weights.release()

@@ -14,7 +14,7 @@ from parallel3d.zero.buckets import Bucket, ParameterShard
 from parallel3d.zero.memory import is_elementwise_state
 
 MASTER, GRADIENT = "the master", "the gradient"  # names that no optimizer has for a state
-# Kinds of state, as offload_states has them, that must be on the device.
+# Kinds of state, by offload_states' names, that must be on the device to be read or written.
 _NEEDS = {MASTER: ("hp_params", "lp_params"), GRADIENT: ("lp_grads", "contiguous_grad_buffer")}
 
 
@@ -46,7 +46,7 @@ class WholeState:
         self._check, self._settle = check, settle
 
     def attach(self, parameter: nn.Parameter) -> None:
-        """Have `whole_state` find this one while somebody else holds it."""
+        """Let `whole_state` find this object from the parameter. The parameter refers to it only weakly."""
         vars(parameter)["whole_state"] = _Handle(self)
 
     @torch.no_grad()
@@ -139,7 +139,7 @@ class WholeState:
         """Gather a tensor of each shard of the parameter; None if a shard has none."""
         bucket = self._bucket
         size, place = bucket.numel // bucket.partition.size, bucket.shard.start
-        # The last element says whether this rank has all that it should.
+        # The last element is a flag: whether this rank has all the tensors that it should.
         mine = torch.zeros(size + 1, dtype=bucket.master_dtype, device=bucket.device)
         for shard in self._shards():
             values = self._of(shard, what)

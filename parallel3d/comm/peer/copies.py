@@ -131,7 +131,7 @@ class Sender(_End):
         """Send bytes, which are at `address` when the mark `posted` is done, in as many parts as needed."""
         for source, length in self._parts(address, num_bytes):
             slot = self._next_slot()
-            # Wait first for what is usually done long before.
+            # Wait for the slot first: it is usually free already.
             if slot.times > 1:
                 stream.wait_for(slot.emptied, slot.times - 1)
             if source == address:
@@ -151,7 +151,7 @@ class Arriving:
     def __init__(self, first: int, parts: Sequence[tuple[Slot, int, int]], memory: Tensor, streams: CudaStreams):
         self.first, self._left = first, False
         self._parts, self._streams, self._mark = parts, streams, streams.current().mark()
-        # Until it has left the ring it may still arrive, even if a failure has made everyone else forget the memory.
+        # Keep the memory until the message has left the ring: it may still arrive after a failure has freed all else.
         self._memory: Tensor | None = memory
 
     def make_way(self, stream: CudaStream) -> None:

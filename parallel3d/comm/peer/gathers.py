@@ -27,7 +27,7 @@ def mapped_bytes(nbytes: int) -> int:
 
 
 class GatherCopies:
-    """The shards of a rank, and how they are gathered. All ranks keep and gather the same ones in the same order.
+    """A rank's shards in mapped memory, and their gathers. All ranks keep and gather the same shards in the same order.
 
     - memory: this rank's bytes; index: its index among the ranks; addresses: of each rank's memory, as this process maps it.
     - stream: a stream that copies, and does nothing else.

@@ -40,7 +40,7 @@ duration_to_string = partial(_with, "s")
 class FlopsProfiler:
     """Counts the FLOPs of what runs between start_profile and stop_profile, on this process, and times it.
 
-    model: whose modules the counts are of; ds_engine: has `monitor.peak_flops`. recompute_fwd_factor has no effect.
+    model: the model whose modules are counted; ds_engine: has `monitor.peak_flops`. recompute_fwd_factor has no effect.
     """
 
     def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0):
@@ -64,7 +64,7 @@ class FlopsProfiler:
         self._duration = 0.0
 
     def start_profile(self, ignore_list: Collection[type[nn.Module]] | None = None) -> None:
-        """Begin to count; not what forwards of modules of the classes in ignore_list do."""
+        """Begin to count. Forwards of modules of the classes in ignore_list are left out."""
         self.reset_profile()
         self._ignored = set(ignore_list or ())
         with FlopCounterMode(display=False):  # its first operator in a process imports for a second

@@ -39,7 +39,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
     - tag: by default the one that the file `latest` names.
     - exclude_frozen_parameters: leave out what is not trained; of a checkpoint of this package, buffers too.
-    - lazy_mode: without effect. The values are tensors, which DeepSpeed's callers make of theirs by .contiguous().
+    - lazy_mode: without effect. The values are tensors in any case; callers of DeepSpeed's version call .contiguous() on them.
 
     Raises CheckpointError.
     """
@@ -50,7 +50,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     path = place / tag
     tensors: dict[str, Tensor] = {}
     if is_deepspeed(path):
-        # With ZeRO, masters are read without the moments; without it, those tell whose the masters are.
+        # With ZeRO, masters can be read without the moments; without ZeRO, the moments show which parameters masters belong to.
         whole = read_deepspeed(path, weights_only=any(path.glob("*_optim_states.pt")))
         names, groups, copies, read = list(whole.tensors), whole.groups, whole.copies, whole.tensors.__getitem__
         kept = whole.buffers

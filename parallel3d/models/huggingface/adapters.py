@@ -1,6 +1,6 @@
 """LoRA adapters of PEFT: sharded with the layers they adapt, saved in PEFT's files, and merged.
 
-New ones, or those of a directory, are put into the model of another directory, which is read part by part.
+New adapters, or those of a directory, are put into the model of another directory, which is read part by part.
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ def merged_name(name: str) -> str | None:
 
 
 def merged(peft: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of the model without adapters but with what they add. weights: by name, those of a layer together.
+    """Yield the weights of the model with its adapters merged.
 
-    Raises CheckpointError for sums that are not finite.
+    weights: (name, weight); those of one layer follow each other. Raises CheckpointError for sums that are not finite.
     """
     adapted = {name: module for name, module in peft.get_base_model().named_modules() if adapted_by(module) is not None}
 
@@ -142,7 +142,7 @@ def load_adapted(directory: Path, dtype: torch.dtype, adapters: Path | Any) -> t
 
     - directory: of the model. adapters: a directory of PEFT's files, or the PeftConfig of new adapters.
 
-    The model is on the meta device, but for one that transformers converts, and for adapters that are made of its weights.
+    The model is on the meta device, unless transformers converts its weights or adapters are computed from them.
     Raises ConfigError, CheckpointError.
     """
     try:
@@ -159,7 +159,7 @@ def load_adapted(directory: Path, dtype: torch.dtype, adapters: Path | Any) -> t
     own = {name: p for name, p in model.named_parameters() if merged_name(name) is None}
     kept = all(any(f".{kind}.{_ADAPTER}." in name for kind in _KEPT) for name in own)
     independent = is_stored or getattr(config, "init_lora_weights", None) in _INDEPENDENT
-    biases = getattr(config, "bias", "none") != "none"  # trained ones of the model's are in the adapters' files
+    biases = getattr(config, "bias", "none") != "none"  # then the model's trained biases are in the adapters' files
     if weights is None or not kept or not independent or biases:
         return _whole(module, directory, dtype, adapters, config), None
     for name in model.state_dict():

@@ -50,7 +50,7 @@ _FIELDS = {field.name for field in fields(DecoderConfig)}
 
 
 class Family(BaseModel):
-    """Keys of an architecture's config.json. A field named as one of DecoderConfig's is that one, its alias the key.
+    """Keys of an architecture's config.json. A field that DecoderConfig has too sets that field; its alias is the key.
 
     - base: prefix of the names that a checkpoint without the head leaves out.
     - constant: fields of DecoderConfig that are the same in all models of the architecture.
@@ -327,7 +327,7 @@ def config_json(config: DecoderConfig) -> dict[str, Any]:
 def generation_of(model: Any, directory: Path | None = None) -> dict[str, Any]:
     """Return the content of GENERATION under its name, as in the directory, or else as save_pretrained writes it; or nothing.
 
-    model: of transformers; what else it is, is ignored.
+    model: a model of transformers; any other object is ignored.
     """
     if directory is not None and (directory / GENERATION).is_file():
         return {GENERATION: dict(read_mapping(directory / GENERATION, parse_json))}
@@ -336,7 +336,7 @@ def generation_of(model: Any, directory: Path | None = None) -> dict[str, Any]:
 
 
 def _computed(config: DecoderConfig) -> DecoderConfig:
-    """Return the configuration in one form for all that compute the same, however they are initialized."""
+    """Return a normal form of the configuration: equal for decoders that compute the same, whatever their initialization."""
     return replace(config, num_kv_heads=config.kv_heads, head_dim=config.dim_of_head, depth_scaled_init=False)
 
 
@@ -364,7 +364,7 @@ def rope_json(rope: Rope) -> dict[str, Any]:
 
 
 def rope_section(name: str, section: Mapping[str, Any], theta: Any) -> dict[str, Any]:
-    """Return a section of this name, written by transformers 4 or 5, with the keys of Rope alone.
+    """Return a section of this name, written by transformers 4 or 5, with only the keys of Rope.
 
     theta: the rope_theta of the whole config, for a section that has none. Raises ConfigError for an unknown key, and for a
     missing factor.

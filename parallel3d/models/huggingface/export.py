@@ -72,16 +72,16 @@ def save_hf(
 ) -> None:
     """Write config.json and safetensors of a model of `models`, which from_pretrained and `from_hf` read.
 
-    Also generation_config.json, if the model has one. Of a PeftModel it writes the adapters alone, in PEFT's files, which
-    PeftModel.from_pretrained reads.
+    It also writes generation_config.json, if the model has one. For a PeftModel it writes only the adapters, in PEFT's files,
+    which PeftModel.from_pretrained reads.
 
     Rank 0 writes, and holds the tensors of one file at a time. Collective over all ranks; raises CheckpointError on all.
 
     - directory: must not exist, or be empty; it appears complete, by one rename.
     - masters: write the values that the optimizer updates, in fp32, instead of the rounded weights of the layers.
-    - dtype: to which values are converted.
+    - dtype: dtype to which values are converted; None to keep theirs.
     - max_file_bytes: size of a file, which may hold a single larger tensor.
-    - merge_adapters: write the whole model, in whose weights the active adapters of a PeftModel are merged.
+    - merge_adapters: write the whole model, with the active adapters of a PeftModel merged into its weights.
     """
     module = engine if isinstance(engine, PipelineModule) else engine.module
     if not isinstance(module, PipelineModule):
@@ -114,7 +114,7 @@ def save_hf(
 
 
 def whole_state_dict(module: PipelineModule, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-    """Return all weights by Hugging Face's names, of a PeftModel the adapters alone, in host memory on rank 0; None elsewhere.
+    """Return all weights (of a PeftModel only the adapters) by Hugging Face's names, on rank 0's host; None on other ranks.
 
     Collective over all ranks; raises CheckpointError on all.
     """
@@ -195,7 +195,7 @@ def _save(
                 write({key: next(iter(held.values())) for key, held in holders.items()}, tensors, config, peft)
         except Exception as raised:
             error = message_of(raised)
-        for _ in tensors:  # sends, and after an error receives what the other ranks still send
+        for _ in tensors:  # sends; on rank 0, after an error, receives what the other ranks still send
             pass
     _raise_first(all_gather_object(error, groups.control))
 
@@ -232,10 +232,10 @@ def _piece(stored: Stored, tensor: Tensor, dtype: torch.dtype) -> Piece:
 
 
 class _Values:
-    """The values of a rank's pieces, in whole layers: weights that live as shards are gathered, one layer at a time.
+    """Values of a rank's pieces. Weights that live as shards are gathered, one layer at a time.
 
-    masters: taken instead of their parameters. recurse: whether a layer has the parameters of the modules in it. Collective
-    over the replicas, which ask for the same keys.
+    masters: used instead of their parameters. recurse: whether a layer includes the parameters of modules inside it.
+    Collective over the replicas, which ask for the same keys.
     """
 
     def __init__(self, layers: Mapping[int, nn.Module], masters: Mapping[nn.Parameter, Tensor], recurse: bool = True):

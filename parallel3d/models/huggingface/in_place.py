@@ -56,7 +56,7 @@ def tp_model_init(
     if tp_size > 1:
         if not hasattr(model, "config"):
             raise ConfigError(
-                f"a {type(model).__name__} is not a causal language model of transformers, which alone autotp_size shards; "
+                f"a {type(model).__name__} is not a causal language model of transformers, and autotp_size shards only these; "
                 "give others to parallel3d.tensor_parallel.parallelize, in a PipelineModule"
             )
         gather_whole(model)

@@ -48,13 +48,13 @@ def from_hf(
 ) -> list[LayerSpec]:
     """Return the layers for a PipelineModule: token ids or TokenEmbedding's inputs [batch, seq] -> logits [batch, seq, vocab].
 
-    - source: a directory of safetensors, of which a rank reads what it builds; a hub's model in the local cache, by name; or a
-      model of transformers, whose frozen parameters stay frozen. Architectures of FAMILIES become the native decoder; others,
-      and a PeftModel with LoRA, keep their own layers (`wrap`). Of a directory of adapters, these are trained.
-    - dtype: of the weights; None for torch's default one, "auto" for the stored one.
-    - weights: False to start from new weights; a directory then needs config.json alone.
-    - tied, units, ignore: of native decoders alone: whether the head shares the embedding's weight (None: as the config says);
-      see `decoder` (None: pipeline.units of `config`, the training's configuration); unknown keys that are accepted.
+    - source: a directory of safetensors, of which a rank reads what it builds; the name of a hub's model in the local cache;
+      or a model of transformers, whose frozen parameters stay frozen. Architectures of FAMILIES become the native decoder;
+      others, and a PeftModel with LoRA, keep their own layers (`wrap`). From a directory of adapters, these are trained.
+    - dtype: dtype of the weights; None for torch's default dtype, "auto" for the stored one.
+    - weights: False to start from new weights; a directory then needs only config.json.
+    - tied, units, ignore: native decoders only. tied: whether the head shares the embedding's weight; None: as the config says.
+      units: see `decoder`; None: pipeline.units of `config`. ignore: unknown keys of config.json that are accepted.
     - peft_config: a LoraConfig, to train new adapters of a directory's model, drawn with the same seed on all ranks.
 
     Raises ConfigError, and CheckpointError for tensors that are missing, too many or misshapen.
@@ -147,7 +147,7 @@ def find_directory(source: str | Path) -> Path | None:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes that samples of a model must have. max_positions: of a sequence; learned: whether there are no more."""
+    """Sizes that samples of a model must have. max_positions: longest sequence; learned: whether longer ones are errors."""
 
     vocab_size: int
     max_positions: int

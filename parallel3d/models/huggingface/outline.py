@@ -61,8 +61,8 @@ class Outline:
     def of(cls, model: nn.Module) -> Outline:
         """Return the outline of a model, whose base runs on two tokens with recorders as layers and zeros as weights.
 
-        Raises ConfigError if hidden states don't pass from layer to layer alone and unchanged, or the layers take what a
-        pipeline can't send.
+        Raises ConfigError unless only hidden states pass from layer to layer, and unchanged, or if the layers take values that
+        a pipeline can't send.
         """
         name = type(model).__name__
         base, _, layers = list_of_layers(model).rpartition(".")

@@ -24,7 +24,7 @@ from parallel3d.tensor_parallel.slicing import cut
 from parallel3d.tensor_parallel.vocabulary import own_padding, own_rows
 
 EXPERTS = "moe_tp_experts"
-# How linear layers of these names are sharded in a model that has no plan. What can't be sharded so is refused all the same.
+# Styles of linear layers by their usual names, for a model without a plan. A layer that can't be sharded so is still an error.
 _USUAL = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1"), "colwise") | dict.fromkeys(
     ("o_proj", "out_proj", "down_proj", "fc2"), "rowwise"
 )
@@ -158,7 +158,7 @@ class TensorPlan:
         return group
 
     def _styles(self, part: nn.Module, prefix: str) -> dict[str, Style]:
-        """Return the styles of what the plan names in a part: modules, but for experts, and the parameters of experts."""
+        """Return the styles that the plan gives to modules of a part and, for experts, to their parameters."""
         modules = {name: self.words.get(_generic(prefix + name)) for name, _ in part.named_modules() if name}
         parameters = {name: self.words.get(_generic(prefix + name)) for name, _ in part.named_parameters()}
         experts = {name for name, word in modules.items() if word == EXPERTS}

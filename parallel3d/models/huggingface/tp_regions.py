@@ -66,9 +66,9 @@ class Region:
         return {inside + name: style for name, style in styles.items()}
 
     def connect(self, group: Group) -> None:
-        """Let column layers of one input enter the region together, and each rank drop out its own; once layers are sharded.
+        """Let column layers with the same input enter the region together, and give each rank its own dropout masks.
 
-        What an adapter drops before a column layer is the same on every rank.
+        Call it once the layers are sharded. Dropout of an adapter before a column layer has the same mask on every rank.
         """
         columns: list[Any] = [self.module.get_submodule(name) for name in self.columns]
         row = self.module.get_submodule(self.rows[0])
@@ -101,7 +101,7 @@ class Region:
                 raise UnknownRegion(f"has {name} of {column.out_features} outputs before {row.in_features} inputs")
         if self.name:
             return self._others(None)
-        # In a whole layer there is more. What has the size of hidden states works on them, outside the region.
+        # A whole layer has modules outside the region, too: those whose size is that of hidden states work on these.
         for name, module in self._with_weights():
             sizes = {size for parameter in module.parameters(recurse=False) for size in parameter.shape}
             if row.in_features in sizes or row.out_features not in sizes:

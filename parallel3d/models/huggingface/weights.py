@@ -100,7 +100,7 @@ class Weights:
         return True in frozen
 
     def alias(self, name: str, other: str) -> None:
-        """Give the tensor `other` the second name `name`, unless there is one of that name, or none to name."""
+        """Give the tensor `other` the second name `name`, unless that name is taken or there is no tensor `other`."""
         if other in self._tensors:
             self._tensors.setdefault(name, self._tensors[other])
 
@@ -198,13 +198,13 @@ def download_of(directory: Path) -> str:
 
 
 def check_weights(weights: Weights, wanted: Iterable[Stored], config: DecoderConfig, where: str) -> None:
-    """Raise CheckpointError, with the names of all at fault, unless the weights are those wanted, of their shapes.
+    """Raise CheckpointError, naming all faults, unless the weights have the wanted names and shapes.
 
-    Also for a tied head whose values are not the embedding's.
+    A tied head whose values are not the embedding's is an error, too.
     """
     shapes = weights.shapes()
     expected = {name: shape for stored in wanted for name, shape in stored.shapes.items()}
-    # Hugging Face writes a tied head's weight or not.
+    # Hugging Face's files may or may not contain a tied head's weight.
     extra = [n for n in shapes if n not in expected and not n.endswith(COMPUTED)]
     unknown = [n for n in extra if not (config.tied and n == HEAD)]
     misshapen = {name: (s, shapes[name]) for name, s in expected.items() if shapes.get(name, s) != s}
@@ -228,7 +228,7 @@ def load_layer(module: nn.Module, names: LayerNames, weights: Weights) -> None:
 def load_layer_later(module: nn.Module, names: LayerNames, weights: Weights, device: torch.device) -> None:
     """Move a layer from the meta device to `device`; its parameters, whole or sharded, are read when they are needed."""
     for name, parameter in module.named_parameters():
-        # What is read has the parameter's dtype, but is on the CPU.
+        # Values are read in the parameter's dtype, on the CPU.
         like = torch.empty_like(parameter, device="meta")
         keep_in_file(parameter, partial(_read, like, slicing_of(parameter), names[name], weights), device)
 
@@ -264,7 +264,7 @@ def _read_range(target: Tensor, stored: Stored, dim: int, start: int, stop: int,
             here = target.narrow(0, begin + low - start, high - low) if low < high else None
             low, high = low + section.start, high + section.start
         else:
-            # Of all the section's rows, a range of columns: the rows are cut after reading, where they are not all.
+            # A range of columns of all the section's rows. If the section is only a part of the rows, they are cut afterwards.
             low, high, here = start, stop, target.narrow(0, begin, section.size)
         if here is not None:
             read = weights.read(section.name, 1 - dim if stored.transposed else dim, low, high)
@@ -362,7 +362,7 @@ def _names_in_files(model: nn.Module, weights: Weights, directory: Path, remedy:
     """Return the stored name of each parameter and persistent buffer. Raises CheckpointError if they don't fit each other."""
     shapes = weights.shapes()
     tensors = model.state_dict(keep_vars=True)  # parameters, by all their names, and persistent buffers
-    # A file needs to hold but one of a tied parameter's names.
+    # The files need to hold only one of a tied parameter's names.
     name_of = {tensor: name for name, tensor in tensors.items() if name in shapes}
     missing = [name for name, tensor in tensors.items() if tensor.is_meta and tensor not in name_of]
     unknown = [name for name in shapes if name not in tensors and not name.endswith(COMPUTED)]

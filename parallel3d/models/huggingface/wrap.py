@@ -38,7 +38,7 @@ class _Shared:
     index: int
 
 
-# Of an error, after what is missing.
+# End of error messages about layers that don't keep keys and values.
 _REMEDY = "keys and values of each layer's positions; save it by save_hf, and generate by transformers"
 
 
@@ -230,7 +230,7 @@ class Entry(WrappedPart):
             raise ConfigError(f"a model of type {self.whole.config.model_type!r} does not give its layers {_REMEDY}")
         for recorder in self._recorders:
             recorder.forget()
-        # No layer is here; the next call's masks depend on the number of positions that each would have kept.
+        # This part has no layers, but the next call's masks depend on the number of positions that each would have kept.
         for kept in () if self._past is None else self._past.layers:
             kept.update(*[hidden.new_zeros(1, 1, hidden.shape[1], 1)] * 2)
         return {"hidden": hidden, "shared": shared, "calls": calls}
@@ -259,7 +259,7 @@ class Layer(WrappedPart):
         ]
 
     def compile(self, **options: Any) -> None:
-        """Compile the model's own layer. What is around it knows its place: each layer would have a graph of its own."""
+        """Compile only the model's own layer: the code around it depends on `place`, so each layer would have its own graph."""
         self.layer._compiled_call_impl = FirstShapes(self.layer._call_impl, type(self.layer).__name__, **options)
 
     def forward(self, x: dict[str, Any]) -> dict[str, Any]:
@@ -312,7 +312,7 @@ class Exit(WrappedPart):
         """Run the part of the model after its layers."""
         self._result.hidden = hidden
         logits: Tensor = self.model(inputs_embeds=hidden, use_cache=False).logits
-        if logits.shape[:-1] != hidden.shape[:-1]:  # of a sequence: its end is seen in the token ids, which aren't here
+        if logits.shape[:-1] != hidden.shape[:-1]:  # one per sequence, which needs the token ids to find its end
             raise ConfigError(
                 f"{type(self.model).__name__} returns {list(logits.shape)} for hidden states {list(hidden.shape)}, and no "
                 "logits of each position; train it without stages (parallel3d.initialize takes the model as it is)"
@@ -327,7 +327,7 @@ def wrap(model: nn.Module, weights: Weights | None = None, directory: Path | Non
     weights that it reads when it is built, or new ones without `weights`. With several tensor-parallel ranks, layers are
     built from copies and sharded as TensorPlan says, a PeftModel's adapters with the layers that they adapt.
 
-    directory: from which the model is, if from any.
+    directory: the directory from which the model was loaded, if any.
 
     Raises ConfigError for a model that isn't one list of layers through which hidden states pass (Outline), with weights
     shared other than by embedding and head, with a router's loss, with layers that are left out by chance, or with adapters

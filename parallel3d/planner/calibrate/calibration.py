@@ -21,8 +21,8 @@ from parallel3d.planner.calibrate.correction import Factor, Prior, Row, error_de
 from parallel3d.planner.cluster.cluster import Cluster
 from parallel3d.planner.search.result import StageMemory
 
-# Components of the time of compute, of the optimizer's step, and of links by kind.
-# Before anything is measured a factor is 1, with this standard deviation.
+# Components of time (compute, optimizer's step, links by kind) -> standard deviation of the factor, which is 1 before anything
+# is measured.
 COMPONENTS = {
     "gemm": 0.2,
     "attention": 0.3,
@@ -42,7 +42,7 @@ _RATES = {
     "memory_bandwidth": "element_wise",
 }
 _TIMES = {"kernel_seconds": "kernels", "host_seconds": "host"}
-# Components that a device computes. It is faster after idling: at its power limit, the cooler card is the faster one.
+# Components that a device computes. A device computes faster after idling, because at the power limit a cooler card is faster.
 _COMPUTE = {"gemm", "attention", "element_wise", "kernels"}
 _IDLE = Prior(0.0, 0.15, 0.0, 0.6)
 # Bytes that no component of the runtime counts exactly: what operators need for themselves, what the allocator holds beyond
@@ -54,8 +54,9 @@ _RANGE = (0.25, 4.0)
 _NOISE, _MEMORY_NOISE = 0.01, 0.003
 # Seconds that every step takes besides, in shares of the shortest one.
 _FIXED = Prior(0.0, 0.02, 0.0, 0.2)
-# Components of one kind, and from which log of a ratio on they are expected elsewhere than at 1.
+# Groups of components of one kind.
 _KINDS = (_COMPUTE, {"host"}, {"nvlink", "pcie"}, {"nic", "network"})
+# If |log| of a median ratio is more than this, the factors of the components are expected at the ratio, not at 1.
 _FAR = log(1.5)
 # Rounds of predicting and fitting, until no factor moves by more.
 _ROUNDS, _SETTLED = 8, 1e-3
@@ -72,11 +73,11 @@ def _priors(deviations: Mapping[str, float], centres: Mapping[str, float] | None
 class PredictedRun:
     """Prediction of a recorded run, everything uncorrected, whatever the calibration at hand.
 
-    - instructions: name as kind_name makes it -> seconds by component, of those instructions that are predicted.
+    - instructions: name by kind_name -> seconds by component, for the instructions that are predicted.
     - step: seconds by component along the path that, corrected by the calibration at hand, determines the step's length:
       their corrected sum is that length without the fixed seconds.
-    - memory: of each rank, or empty.
-    - idle: share of the time in which its devices don't compute.
+    - memory: memory of each rank, or empty.
+    - idle: share of the step in which devices don't compute.
     """
 
     instructions: Mapping[str, Parts]
@@ -86,10 +87,10 @@ class PredictedRun:
 
 
 class Calibration(StoredModel):
-    """Corrections of the planner's models for one kind of device and backend; without arguments, none.
+    """Corrections of the planner's models for one kind of device and backend; without arguments, nothing is corrected.
 
-    - factors: of COMPONENTS; memory: of MEMORY.
-    - fixed: seconds that every step takes besides.
+    - factors: factors of COMPONENTS; memory: factors of MEMORY.
+    - fixed: additional seconds of every step.
     - idle: a device computes faster by this share of the share of time that it idles.
     - error: standard deviation of the relative errors that remain in the seconds of steps of layouts that the fit hasn't
       seen; layouts: the number of layouts that it was estimated from.
@@ -154,7 +155,7 @@ class Calibration(StoredModel):
         return replace(cluster.with_devices(corrected), graph=graph)
 
     def write(self, path: Path) -> None:
-        """Write it as JSON, whole or not at all. Raises OSError."""
+        """Write the calibration to a JSON file, atomically. Raises OSError."""
         atomic_write(path, self.model_dump_json(indent=1) + "\n")
 
 
@@ -164,12 +165,12 @@ def read_calibration(path: str | Path) -> Calibration:
 
 
 def calibrate(records: Sequence[RunRecord], predict: Callable[[RunRecord, Calibration], PredictedRun]) -> Calibration:
-    """Fit the corrections to recorded runs: the same for the same records in any order.
+    """Fit the corrections to recorded runs. The result does not depend on the order of the records.
 
-    predict: predicts a run. It is called again with the corrections found, since a step may then wait for other parts. The
-    round that fits the steps best is returned; the one without corrections is among them. Factors are least squares of
-    relative errors, robust (Huber) and drawn towards 1, where a factor stays that the records say nothing about. Raises
-    ConfigError for no records, and for those of several devices or backends.
+    predict: predicts a run. It is called again with the corrections found, since the critical path may change with them.
+    Returns the corrections of the round that fits the steps best; the first round has none. Factors minimize squared relative
+    errors, robustly (Huber), with a prior at 1, which keeps a factor that no record depends on at 1. Raises ConfigError
+    without records, and for records of several devices or backends.
     """
     if not records:
         raise ConfigError("nothing to calibrate with: give directories of runs that have a run_record.json")
@@ -213,7 +214,7 @@ def _correct_times(calibration: Calibration, records: Sequence[RunRecord], runs:
 def _time_rows(record: RunRecord, run: PredictedRun, shortest: float) -> Iterator[Row]:
     """Yield a row for each instruction, the optimizer and the step.
 
-    Each kind of instruction weighs 1, over all chunks, which are off alike, and so does the optimizer; the step weighs 2.
+    Each kind of instruction has weight 1 over all chunks, whose errors are alike; so has the optimizer. The step has weight 2.
     shortest: seconds of the shortest step of all runs.
     """
     names = [name for name in record.instructions if name in run.instructions]
@@ -228,9 +229,10 @@ def _time_rows(record: RunRecord, run: PredictedRun, shortest: float) -> Iterato
 
 
 def _centres(rows: Sequence[Row]) -> dict[str, float]:
-    """Return where components are expected that were measured alone, or with their kind alone, and are far off in the median.
+    """Return expected factors of components whose median ratio of measured to predicted time is far from 1.
 
-    A preset may be of another machine altogether, as of CPUs that more processes share than there are.
+    Only rows in which a component, or its kind, is measured alone count. A preset may be far off, for example on CPUs that are
+    shared by more processes than there are cores.
     """
     centres: dict[str, float] = {}
     for kind in _KINDS:
@@ -249,7 +251,7 @@ def _computing(parts: Parts) -> float:
 
 
 def _with_idle(parts: Parts, idle: float) -> dict[str, float]:
-    """Return the parts with one for Calibration.idle."""
+    """Return the parts, with one more for Calibration.idle."""
     return {**parts, "idle": -idle * _computing(parts)}
 
 
@@ -276,7 +278,7 @@ def _memory_rows(record: RunRecord, run: PredictedRun) -> Iterator[Row]:
 
 
 def _errors_unseen(records: Sequence[RunRecord], runs: Sequence[PredictedRun]) -> list[float]:
-    """Return the mean error of the steps of each layout of each model, corrected by the other records alone."""
+    """Return the mean error of the steps of each layout of each model, corrected only by the other records."""
     groups: dict[tuple[str, str], list[int]] = defaultdict(list)
     for k, record in enumerate(records):
         groups[record.model.digest, record.layout].append(k)

@@ -17,9 +17,9 @@ FloatArray = NDArray[np.float64]
 _HUBER = 1.345
 _ITERATIONS, _ROUNDING = 50, 1e-10
 _LEAST_UNEXPLAINED = 0.1
-_Z_90 = 1.6448536269514722  # standard deviations on both sides of a normal distribution that hold 90% of it
+_Z_90 = 1.6448536269514722  # 90% of a normal distribution lie within this number of standard deviations
 
-# Before any error of a step is seen: as much as two measured ones of this standard deviation.
+# Prior of a step's error: it counts like this number of measured errors with this standard deviation.
 _PRIOR_ERRORS, _PRIOR_DEVIATION = 2, 0.06
 
 
@@ -45,9 +45,9 @@ class Prior:
 class Row:
     """A measured number, and the parts that its prediction consists of, in the same unit.
 
-    - weight: of its squared error.
-    - whole: the error is relative to this; None for the larger of measured and predicted, by which no row has more than its
-      share of influence, however wrong it is.
+    - weight: weight of the squared error.
+    - whole: the number that the error is relative to; None for the larger of measured and predicted, which limits the influence
+      of a row that is far off.
     """
 
     measured: float
@@ -87,7 +87,7 @@ def fit(rows: Sequence[Row], priors: Mapping[str, Prior], noise: float) -> dict[
         if np.abs(values - before).max(initial=0.0) < 1e-6:
             break
     covariance = np.linalg.inv(normal)
-    # The factors follow the rows' noise, too: the error of rows that were not fitted is larger by that.
+    # The factors are fitted to the rows' noise, too, so errors of other rows are larger: correct for the degrees of freedom.
     fitted = len(names) - float(np.diag(covariance) @ precision)
     unexplained = max(_LEAST_UNEXPLAINED, 1 - fitted / max(float(weights.sum()), 1e-300))
     wider = max(noise, seen / np.sqrt(unexplained)) / deviation

@@ -78,7 +78,7 @@ def describe(ranks: Sequence[Measured]) -> dict[str, Any]:
     described: dict[str, Any] = {"name": f"this host, {len(ranks)} x {ranks[0].device}"}
     if slowdowns := [rank.slowdown for rank in ranks if rank.slowdown is not None]:
         described["overlap"] = round(median(slowdowns), 3)
-        # It is part of the latencies, which are fitted to these ranks' collectives.
+        # Included in the latencies, which are fitted to these ranks' collectives.
         described["collective_seconds"] = 0.0
     devices = {name: _device([r for r, own in zip(ranks, names, strict=True) if own == name]) for name in names}
     raw = {
@@ -92,7 +92,7 @@ def describe(ranks: Sequence[Measured]) -> dict[str, Any]:
 def _device(ranks: Sequence[Measured]) -> dict[str, Any]:
     """Return a device of the YAML from the ranks with equal GPUs, each number their median.
 
-    What isn't measured is its preset's.
+    Values that aren't measured are those of the device's preset.
     """
     preset = preset_of(ranks[0].device)
     base = "cpu" if ranks[0].device == "cpu" else None if preset is None else preset.name
@@ -100,7 +100,7 @@ def _device(ranks: Sequence[Measured]) -> dict[str, Any]:
     bursts = [max(2.0 * m * k * n / seconds for m, k, n, seconds in rank.gemms) for rank in ranks]
     gemms = [_without_operands(rank, bandwidth) for rank, (_, bandwidth) in zip(ranks, fits, strict=True)]
     numbers = {
-        # The data sheet's; of a device without one here, the fastest GEMM.
+        # The data sheet's value, or, for a device without a preset, the rate of the fastest GEMM.
         "peak_flops": list(map(max, bursts, gemms)) if preset is None else [preset.peak_flops],
         "gemm_flops": gemms,
         "attention_flops": [max(rank.attention.values()) for rank in ranks],
@@ -153,9 +153,9 @@ def _ring(transfer: Transfer) -> tuple[float, float, float]:
 def fit_link(samples: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     """Return (latency, bandwidth), both above 0, for which latency * steps + nbytes / bandwidth is nearest to the seconds.
 
-    samples: (steps, nbytes, seconds), all above 0. Nearest in relative terms, by least squares. Where that has no latency, as
-    large messages took more than in proportion or times are noise, the fastest step is the latency, and the largest messages
-    tell the bandwidth.
+    samples: (steps, nbytes, seconds), all above 0. The fit is a least-squares fit of relative errors. If it gives no positive
+    latency (large messages took more than in proportion, or times are noisy), the latency is that of the fastest step, and the
+    bandwidth that of the largest messages.
     """
     steps, nbytes, seconds = np.array(samples, dtype=float).T
     scaled = np.stack([steps, nbytes], axis=1) / seconds[:, None]

@@ -31,7 +31,7 @@ from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.search.model import PlannedModel, load_model
 from parallel3d.zero.policy import device_memory
 
-# More than 16 lanes of PCIe 5 can carry: two GPUs that copy faster are joined by NVLink.
+# Bytes a second, more than 16 lanes of PCIe 5 can carry: two GPUs that copy faster are joined by NVLink.
 _NVLINK_ABOVE = 64e9
 _COPIED, _COPIES = 256 * 2**20, 4  # bytes, from GPU to GPU
 _MOST_REPEATS, _BATCHES = 100_000, 5
@@ -41,7 +41,7 @@ _MOST_REPEATS, _BATCHES = 100_000, 5
 class Effort:
     """Shapes and sizes to measure, and how long.
 
-    - gemms: (m, k, n) of matrices, the last one sustained.
+    - gemms: (m, k, n) of GEMMs; the last one is also measured under sustained load.
     - attention: heads, tokens, dim of a head.
     - moved: bytes that an addition reads and writes.
     - messages: bytes of whole tensors.
@@ -100,7 +100,7 @@ class Measured:
     - moved: (bytes, seconds) of additions.
     - host: seconds to call an operator.
     - islands: of all ranks.
-    - slowdown: Cluster's overlap; None for a rank alone.
+    - slowdown: Cluster's overlap; None for a single rank.
     """
 
     device: str
@@ -134,7 +134,7 @@ class _Bench:
         return Measured(
             device=torch.cuda.get_device_name(self.device) if on_gpu else "cpu",
             memory=device_memory(self.device) // (1 if on_gpu else size),
-            # In bursts, and so before the card is warm.
+            # In bursts, before the card is warm.
             gemms=tuple((*shape, self.seconds(self.gemm(*shape), effort.seconds)) for shape in effort.gemms),
             sustained=self.sustained(),
             attention=self.attention(),
@@ -164,7 +164,7 @@ class _Bench:
         return max(median(end - start for start, end in pairwise(times)) / per_batch, 1e-9)
 
     def gemm(self, m: int, k: int, n: int) -> Callable[[], object]:
-        # Random, since GEMMs of zeros take less power, and so less time, than those of training.
+        # Random values: GEMMs of zeros take less power, and so less time, than those of training.
         left = torch.randn(m, k, device=self.device, dtype=self.dtype)
         right = torch.randn(k, n, device=self.device, dtype=self.dtype)
         return partial(torch.mm, left, right, out=torch.empty(m, n, device=self.device, dtype=self.dtype))
@@ -189,7 +189,7 @@ class _Bench:
             torch.autograd.grad(out, inputs, gradient)
 
         found = {}
-        # A GPU without the fast kernels has others.
+        # A GPU that has neither of the fast kernels uses "efficient".
         for name in [name for name in ("cudnn", "flash") if missing(name, self.device) is None] or ["efficient"]:
             with attention_context([name], self.device)():
                 found[name] = flops / self.seconds(run, self.effort.seconds)
@@ -266,7 +266,7 @@ def measure_model(model: PlannedModel, device: torch.device) -> list[LayerCost]:
 def operator_seconds(device: torch.device) -> float:
     """Return the seconds that the host needs to call an operator of a training: Python, autograd, the launch of its kernel.
 
-    By a decoder's block, forward and both parts of its backward, with so few tokens that any GPU waits for its host.
+    It is measured by a decoder's block, forward and both parts of the backward, with so few tokens that a GPU waits for it.
     """
     model, block = load_model("1b", seq=16), 2
     config = load({**model.config, "train_micro_batch_size_per_gpu": 1})

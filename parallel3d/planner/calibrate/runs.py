@@ -65,8 +65,8 @@ class _Line(NamedTuple):
 def compare(record: RunRecord, prediction: Prediction, instructions: Mapping[str, float]) -> Table:
     """Return a table of what was predicted and measured of a run: step, medians of instructions, peak memory of each rank.
 
-    Errors are in percent, of shares in percentage points. What one side lacks is left out. instructions: predicted seconds, by
-    kind_name.
+    Errors are in percent; those of shares are in percentage points. Values that one side lacks are left out. instructions:
+    predicted seconds, by kind_name.
     """
     columns = [Column(name, justify="right" if name else "left") for name in ("", "predicted", "measured", "error")]
     table = Table(*columns, title=f"{record.layout} on {record.device}", title_justify="left")
@@ -136,7 +136,7 @@ class RunPredictor:
         self._profiles: dict[
             tuple[str, bool], ModelProfile
         ] = {}  # by the configuration, and whether of the model as it is
-        # By a record's id and the corrections; the records keep the ids valid.
+        # Keys: a record's id and the corrections. The stored records keep the ids valid.
         self._predicted: dict[tuple[int, str], tuple[RunRecord, Predictor, StepPrediction]] = {}
 
     def predict(self, record: RunRecord, calibration: Calibration) -> tuple[Prediction, Mapping[str, float]]:

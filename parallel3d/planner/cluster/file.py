@@ -31,7 +31,7 @@ from parallel3d.planner.cluster.schema import (
 )
 
 T = TypeVar("T")
-_MOST_PAIRS = 2**20  # that links join
+_MOST_PAIRS = 2**20  # most pairs of nodes that links may join
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class _Host:
 
     @cached_property
     def nics(self) -> tuple[tuple[NicSpec, tuple[int, ...]], ...]:
-        """Each network card, and the GPUs that share a PCIe switch with it; none if it is connected to the host's PCIe."""
+        """Each network card, with the GPUs that share a PCIe switch with it; no GPU if the card is on the host's PCIe."""
         cards = [card for spec in self.spec.nics or () for card in [spec] * spec.count]
         for card in cards:
             _check_indices(self, card.gpus or (), "nics.gpus")
@@ -185,7 +185,7 @@ def _check_size(hosts: Sequence[HostSpec], switches: Sequence[SwitchSpec]) -> No
 
 
 def _hosts(spec: HostSpec, catalogue: Catalogue) -> list[_Host]:
-    """Return the hosts of a description that says all."""
+    """Return the hosts of a complete description."""
     devices: list[Device] = []
     for gpus in spec.gpus or ():
         device = catalogue.device(gpus.device)
@@ -251,7 +251,7 @@ def _add_host(graph: nx.Graph, host: _Host) -> None:
             _connect(graph, gpu, root, "pcie", spec.pcie)
     for k, (card, near) in enumerate(host.nics):
         graph.add_node(f"{name}/nic{k}", role="nic", host=name)
-        # Lanes without a description don't slow down the card that they are for.
+        # Without a description of PCIe, a card's lanes are as fast as the card.
         lanes = spec.pcie or WireSpec(bandwidth=card.bandwidth)
         for other in [gpus[index] for index in near] or [root]:
             _connect(graph, f"{name}/nic{k}", other, "pcie", lanes)

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 
 from parallel3d.costs.devices import Bandwidth, Bytes, Described, Seconds, WireSpec
 
-MOST_GPUS = 2**17  # of a cluster, and the most parts of a kind
+MOST_GPUS = 2**17  # most GPUs of a cluster, and most hosts, cards or switches
 _Name = Annotated[str, Field(max_length=253)]
 LinkKind = Literal["nvlink", "pcie", "nic", "network"]
 

@@ -149,7 +149,7 @@ def _owners(cluster: Cluster, adjacent: dict[str, list[Edge[str]]]) -> dict[str,
         beside = {owner[edge.b] for edge in edges if edge.b in owner}
         if node not in owner and len(beside) == 1:
             cards[node] = beside.pop()
-    # A node between the cards of two units may look like a card of one of them: then all of these count as switches.
+    # A node between the cards of two units may look like a card of one of them. Such nodes count as switches.
     return owner | {
         node: unit for node, unit in cards.items() if all(cards.get(edge.b, unit) == unit for edge in adjacent[node])
     }
@@ -213,7 +213,7 @@ class Routes:
         fabric = self.fabric
         units = fabric.unit[source], fabric.unit[target]
         total = int(fabric.place.max()) + 1
-        # A key: the places of both ends, and whether they are of one unit. Short integers are sorted in much less time.
+        # A key combines the places of both ends, and whether they are in one unit. Small integers are sorted much faster.
         keys = fabric.place[source] * total + fabric.place[target] + total * total * (units[0] == units[1])
         keys = keys.astype(np.min_scalar_type(2 * total * total))
         different, example, which = np.unique(keys, return_index=True, return_inverse=True)

@@ -21,7 +21,7 @@ from parallel3d.planner.search.result import LinkLoad
 # Sizes of the islands in each unit; members are ordered by locality. ((4, 4), (4,)): two islands in one host, one in another.
 Shape = tuple[tuple[int, ...], ...]
 
-# Share of a ring's bandwidth that a tree reaches, as NCCL's own tuning has it.
+# Share of a ring's bandwidth that a tree reaches, as in NCCL's own tuning.
 _TREE_EFFICIENCY = 0.92
 
 
@@ -54,7 +54,7 @@ def algorithms(kind: CollectiveKind | Literal["send"], shape: Shape) -> tuple[tu
     - hierarchical: reduce-scatter in the unit, then across on all rails, then all-gather in the unit.
     - tree: a double binary tree over units (Sanders, Speck, Träff 2009), for all_reduce.
 
-    A group in one unit has a ring alone; a "send" is one message.
+    A group in one unit has only a ring; a "send" is one message.
     """
     if kind == "send":
         return ((_phase([np.array([[0.0, 1.0, 1.0, 1.0]])], 1, 1),),)
@@ -76,7 +76,10 @@ def algorithms(kind: CollectiveKind | Literal["send"], shape: Shape) -> tuple[tu
 
 
 def _hierarchical(inside: list[tuple[int, _Messages]], sizes: list[int], passes: int) -> tuple[Phase, ...]:
-    """inside: members of a unit, and messages of neighbouring units that are alike, [units, messages, 4]."""
+    """Return the phases of the hierarchical algorithm.
+
+    inside: members of a unit, and messages of neighbouring units that are alike, [units, messages, 4].
+    """
     local = [unit for n, own in inside if n > 1 for unit in own * (1, 1, n - 1, 1) / (1, 1, n, 1)]
     across, rails = _across(sizes), min(sizes)
     lanes = [across[rail::rails] * (1, 1, 1, rails) for rail in range(rails)]
@@ -84,7 +87,10 @@ def _hierarchical(inside: list[tuple[int, _Messages]], sizes: list[int], passes:
 
 
 def _tree(inside: _Messages, sizes: list[int]) -> tuple[Phase, ...]:
-    """Each half of the tensor goes up one of two trees and down again; the leaves of one tree are inner nodes of the other."""
+    """Return the phases of a double tree: each half of the tensor goes up one tree and down again.
+
+    The leaves of one tree are inner nodes of the other.
+    """
     members, count, at = sum(sizes), len(sizes), _rails(sizes)
     local = inside * (1, 1, 2 * (members - 1), 2) / (1, 1, members, count)
     depth = (count - 1).bit_length()  # on each way up the lowest bit of a node's number rises
@@ -100,13 +106,13 @@ def _tree(inside: _Messages, sizes: list[int]) -> tuple[Phase, ...]:
 
 
 def _inside(unit: tuple[int, ...]) -> _Messages:
-    """A ring through the members of a unit: through each island, and from island to island."""
+    """Return a ring through the members of a unit: through each island, and from island to island."""
     islands = [_across([1] * size) + (start, start, 0, 0) for size, start in zip(unit, _starts(unit), strict=True)]
     return np.concatenate([*islands, _across(unit)])
 
 
 def _across(sizes: Sequence[int]) -> _Messages:
-    """A ring from block to block, on as many rails as each block has members. A block is an island, a unit or a member."""
+    """Return rings over blocks (islands, units or members), on as many rails as each block has members."""
     if len(sizes) == 1:
         return np.zeros((0, 4))
     at = _rails(sizes)
@@ -202,9 +208,9 @@ class Network:
         return carried
 
     def loads(self, by_axis: Mapping[str, Floats]) -> tuple[LinkLoad, ...]:
-        """Return what links carry in a step, the slowest first. by_axis: bytes on each link, sums of link_bytes().
+        """Return the load of the links in a step, the slowest first. by_axis: bytes on each link, sums of link_bytes().
 
-        If few links are used, each is listed, in its busier direction. Else links whose ends' names differ in numbers alone
+        If few links are used, each is listed, in its busier direction. Otherwise links whose ends' names differ only in numbers
         are one entry, with the ranges of these numbers and the bytes of the busiest link.
         """
         total = sum(by_axis.values(), np.zeros(len(self.fabric.bandwidth)))
@@ -326,7 +332,7 @@ def _rounds(kind: Kind, alike: list[_Alike], algorithm: int) -> Iterator[_Sent]:
 
 
 def _ranges(names: Iterable[str]) -> str:
-    """One name for names that differ in numbers: host3.gpu0, host4.gpu1 -> host3-4.gpu0-1."""
+    """Return one name for names that differ only in numbers: host3.gpu0, host4.gpu1 -> host3-4.gpu0-1."""
     fields = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
     merged = []
     for number, field in enumerate(fields):

@@ -21,7 +21,7 @@ from parallel3d.planner.network.links import Kind, Network
 
 Grid = tuple[int, int, int]  # of each axis: stages, replicas, tensor-parallel ranks
 
-_SMALL = 64  # GPUs: in larger clusters of equal hosts a structured arrangement is as good as its exchanges
+_SMALL = 64  # GPUs; in larger clusters of equal hosts, exchanges don't improve on a structured arrangement
 _STARTS = 4  # structured arrangements that are improved in such small clusters, within the same bound
 _STRUCTURED = 1 << 14  # ranks of all structured arrangements: bounds the time to compare them
 _LISTED = 1 << 14  # exchanges to choose from
@@ -130,7 +130,7 @@ def _pairs(
 
 _AT_ONCE = 1 << 15  # ranks of trials timed together
 _TRIED = 1 << 16  # ranks of all trials of a descent: bounds the time
-_SAME = 1.01  # a ratio of seconds that is no difference between structured arrangements
+_SAME = 1.01  # structured arrangements whose seconds differ by at most this ratio count as equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class Traffic:
     - model, data: (collective, how often a step waits for it) of each tensor-parallel group and of each group of replicas.
     - pipe: (bytes, how often) of messages between neighbouring stages. What compute hides counts less.
     - loops: whether the last stage sends to the first one as well (chunks in a loop).
-    - flops: of the matrix products of all stages, for one rank of each. A stage has as many layers as its slowest GPU allows.
+    - flops: FLOPs of the GEMMs of all stages, for one rank of each. A stage has as many layers as its slowest GPU allows.
     """
 
     model: tuple[tuple[Collective, float], ...] = ()
@@ -190,7 +190,7 @@ def _descend(
         if not len(trials):
             break
         found = _seconds(network, shape, traffic, trials)
-        # Sums of other orders differ in their last bits: that is no reason to prefer a later trial.
+        # Sums in another order differ in their last bits, which must not make a later trial the best.
         first = int(np.argmax(found <= found.min() * (1 + 1e-12)))
         if found[first] >= seconds * (1 - 1e-9):
             break

@@ -67,7 +67,7 @@ def chunk_memory(
     regions = _regions(_chain(layers, entering, given[len(entering) :], splits), interval)
     outputs = regions[-1].steps[-1].leaving
     walk = _Walk(regions, outputs, [] if splits else _shared_gradients(regions), [] if sends else outputs)
-    # With a loss the backward is given nothing but a number, which the forward makes.
+    # With a loss, the backward's only input is a number, which the forward computes.
     has_loss = layers[-1].loss is not None
     output_gradient = _gradient_bytes(outputs)
     held = ChunkBytes(
@@ -152,7 +152,7 @@ def _chain(
 
 
 class _Region(NamedTuple):
-    """Layers that are recomputed together; or one that isn't recomputed. own, kept: what it holds until its backward."""
+    """Layers that are recomputed together, or one that isn't recomputed. own, kept: what the region holds for its backward."""
 
     steps: Sequence[_Step]
     is_recomputed: bool
@@ -232,7 +232,7 @@ class _Walk:
     def backward(self) -> list[int]:
         """Return the peak of each step of the backward; those of a recomputed region have that of the region."""
         peaks: list[int] = []
-        # Of the tensors that are held, and of the gradients that wait besides those of the region's outputs.
+        # Bytes of tensors held, and of gradients that wait besides those of the region's outputs.
         nbytes, gradient_bytes = self.saved, 0
         deferred, waiting = set[_Tensor](), set[_Tensor]()
         freed: dict[int, set[_Tensor]] = defaultdict(set)

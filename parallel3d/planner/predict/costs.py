@@ -59,7 +59,7 @@ class StepCost:
     def makespan(self, simulation: Simulation, micro_batches: int) -> float:
         """Return the makespan of a program with this many micro-batches. simulation: of the program, with these or fewer.
 
-        Each further one makes the step of a full pipeline longer by the seconds of the busiest stage, or of the busiest host.
+        Each further micro-batch makes the step longer by the seconds of the busiest stage, or of the busiest host.
         """
         program, length = simulation.program, simulation.length(self.cost(), self.host())
         of_chunks = self.times.total, self.times.host.sum(axis=0)
@@ -90,7 +90,7 @@ class SplitLayout(Chunks):
 
     @property
     def policy(self) -> ZeroPolicy:
-        """The policy, but for which shards of weights are in host memory."""
+        """The ZeRO policy of all stages, except which shards of weights are in host memory."""
         return self.policies[0]
 
     @property
@@ -205,8 +205,8 @@ def of_stages(of_chunks: Floats, placement: Sequence[int]) -> Floats:
     return sums
 
 
-# A layout of half blocks counts as this much longer than it is: it has to be worth building other layers. One with policies by
-# layer does, too: it has to be worth reading them.
+# A layout of half blocks, or with policies by layer, is preferred only if its step is shorter than another one's by this
+# factor: it has to be worth building other layers, or reading the policies.
 WORTH_HALVES = WORTH_POLICIES = 0.998
 
 

@@ -126,7 +126,7 @@ class MemoryModel:
         layers = self.model.layers(layout)
         alone = (Chunks(layout, (0,), (k, k + 1)) for k in range(len(layers)))
         each = [self._chunk(one, 0, splits=False).held.saved for one in alone]
-        # Alone each holds its output, which among others the next one may not need.
+        # A single layer holds its output, which the next layer may not need.
         share = self.held(layout)[0] / max(1, sum(each))
         policy, moments = self.model.policy(layout.zero), self.moments or 2
         alike = {id(layer): [ParameterInfo("", p, (0,)) for _, p in layer.parameters] for layer in layers}

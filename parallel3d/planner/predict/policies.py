@@ -12,7 +12,8 @@ from parallel3d.planner.predict.profile import ModelProfile
 from parallel3d.planner.search.result import StageMemory, fullness_of
 from parallel3d.schedule.instructions import Op, Program
 
-_ROUNDS = 4  # of a choice, each by what the memory of the one before was beyond the sum over its layers
+# Choices that are made, each corrected by how far the previous one's memory exceeded the sum over its layers.
+_ROUNDS = 4
 
 
 def choose_policies(
@@ -44,7 +45,7 @@ def choose_policies(
         seconds = sum(o.seconds for own, p in zip(options, chosen, strict=True) for o in own if o.policy == p)
         found[chosen] = max(1.0, fullness_of(memory)), seconds
         for k, stage, nbytes in zip(first, memory, choice.held, strict=True):
-            if k is not None:  # what has to be below 0 when the layers' bytes are added
+            if k is not None:  # the budget is 0: state is so far below 0 that layers' bytes may fill it
                 needed = stage.reserved - stage.allocated + stage.phases["backward"] - stage.capacity
                 state[k] += needed - int(nbytes)
         choice = LayerOptions(options, bounds, placement, state, 0.0).choose(in_flight)

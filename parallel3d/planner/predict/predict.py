@@ -50,8 +50,8 @@ _Seconds = TypeVar("_Seconds", float, Floats)
 class Predictor:
     """Predicts steps of one model on one cluster, on as many of its GPUs as a layout has ranks.
 
-    Predictions have all gradient buckets, and micro-batches of their real size. Roughly, as for bounds, a split layout has a
-    few buckets, and micro-batches estimated from those of a single sample.
+    Predictions have all gradient buckets, and micro-batches of their real size. A rough prediction, as for bounds, has a few
+    buckets, and estimates micro-batches from those of a single sample.
 
     - profile: of the layers as they are given. A layout whose units are "half" is predicted by the profile of half blocks,
       which is made when it is first needed.
@@ -131,7 +131,7 @@ class Predictor:
         split = self.split(layout, places, bounds)
         limits = self._limits(split)
         best = self._step(split, compute, limits[0])
-        # With more room for weights less fits: the most that does is found by bisection, from below, while it helps.
+        # More room for gathered weights leaves less for the rest: bisect for the largest limit that fits, while it helps.
         fits, over = 0, len(limits) if best.fits else 1
         while over - fits > 1:
             k = min(2 * fits + 1, over - 1) if over == len(limits) else (fits + over) // 2
@@ -188,7 +188,7 @@ class Predictor:
         return StepPrediction(split, simulation, cost, makespan, optimizer, seconds, memory, limits)
 
     def cooled(self, seconds: _Seconds, computing: _Seconds) -> _Seconds:
-        """Return `seconds` of devices that compute during `computing` of them and idle else (see Calibration.idle)."""
+        """Return `seconds` of devices that compute for `computing` of them, corrected for the idle time (Calibration.idle)."""
         return seconds - self.calibration.idle.value * (seconds - computing)
 
     def _timed(self, split: SplitLayout, simulation: Simulation) -> tuple[StepCost, float]:
@@ -238,7 +238,7 @@ class Predictor:
         if key not in self._splits:
             times = self.stage_times(layout, links, roughly, samples)
             if given is None:
-                # Roughly, a split that is even for one sample is so for any number.
+                # Roughly, a split that is even for one sample is even for any number.
                 fastest, paces = fastest_of(self.stage_times(layout, links, roughly), placement)
                 given = self._even_bounds(tuple(fastest.total.tolist()), len(placement), paces)
             self._splits[key] = given, chunk_times([times[stage] for stage in placement], given)

@@ -36,7 +36,7 @@ class ModelProfile:
     - layers, loss_fn: as PipelineModule takes them.
     - inputs, labels: of one micro-batch, whose samples lie along dim 0 of its tensors.
     - config: its precision, whether layers are compiled, and which may be recomputed.
-    - traced: what was traced of the model in other layers; number: of these layers in it.
+    - traced: traces of the model divided into other layers; number: number of this division in it.
     - device: that the layers are to run on. Tensors have no memory, on the meta device or fake ones on the CPU, so that no
       device is needed; with "cuda", attention, dropout and this project's kernels are those of CUDA (costs/fakes.py,
       fake_device.py).
@@ -78,7 +78,7 @@ class ModelProfile:
         return self._in_other_layers[key].with_zero(self.config)
 
     def with_zero(self, config: Config) -> ModelProfile:
-        """Return the profile, with the same traces, under a configuration that differs in zero_optimization alone."""
+        """Return the profile, with the same traces, under a configuration that differs only in zero_optimization."""
         other = copy(self)
         other.config, other._policies = config, {}
         return other
@@ -123,8 +123,8 @@ class ModelProfile:
     def layers(self, layout: Layout = _PLAIN, micro_batch: int | None = None) -> tuple[LayerProfile, ...]:
         """Return the profile of each layer on a rank of a layout; equal layers share theirs.
 
-        Without a policy what is recomputed is so by the configuration's policies, if it has them by layer. micro_batch: samples
-        of a micro-batch, by default those of the layout.
+        If the layout has no policy, recomputed layers have the configuration's policies, if it gives them by layer.
+        micro_batch: samples of a micro-batch, by default those of the layout.
 
         Raises PartitionError, which names the layer and the remedy, for one that can't be traced.
         """

@@ -16,12 +16,12 @@ from parallel3d.schedule.timing import Simulation
 from parallel3d.zero.layout import Owners, bucket_limit, by_owners, lay_out
 from parallel3d.zero.policy import ZeroPolicy
 
-_ROUGH_BUCKETS = 4  # of a chunk, in a rough prediction
+_ROUGH_BUCKETS = 4  # buckets of a chunk in a rough prediction
 # Programs of more chunks x micro-batches are timed by their beginning and end: in between they repeat.
 _MOST_STEPS = 2048
 _GATHERED = 8  # a chunk whose weights are gathered counts as this many
 _ROUNDS = 2  # how often the pipeline is filled by the micro-batches of a long program that are simulated
-_LONG = 16  # stages
+_LONG = 16  # number of stages from which a pipeline is long
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def rough_buckets(
     return Buckets(tuple((size // n,) * n for size, n in zip(sizes, counts, strict=True)), tuple(replicas))
 
 
-# Arguments of schedule.builders.build, and whether an order is searched for that is about as short.
+# Arguments of schedule.builders.build, and whether the search may be rough: its order is about as short.
 _Schedule = tuple[str, int, int, int, str, bool]
 
 

@@ -16,8 +16,8 @@ from parallel3d.schedule.timing import Simulation
 from parallel3d.zero.memory import UnitSize, unit_sizes
 from parallel3d.zero.policy import ZeroPolicy
 
-# Rate of copies in one direction, over that of each direction while both are in use. Alone such copies are 1.17 to 1.26 times
-# as fast (tools/bench/links.py); steps of tools/bench/results/*-offload-3b-*.json are predicted within 5% by this one.
+# Rate of copies in one direction, relative to that while both directions are in use. Measured alone, the ratio is 1.17 to 1.26
+# (tools/bench/links.py); with this value, steps of tools/bench/results/*-offload-3b-*.json are predicted within 5%.
 ONE_WAY = 1.05
 
 

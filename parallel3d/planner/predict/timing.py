@@ -37,7 +37,8 @@ def exchange_seconds(
 class Times:
     """Seconds of each layer or chunk, [3, layers or chunks]: of the forward, the inputs' and the weights' gradients.
 
-    compute: with exchanges; exchanges: what tensor-parallel collectives add; host: in which the host calls the operators.
+    - compute: the device's seconds, with exchanges; exchanges: the part that tensor-parallel collectives add.
+    - host: seconds in which the host calls the operators.
     """
 
     compute: Floats

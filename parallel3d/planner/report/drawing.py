@@ -62,7 +62,7 @@ def _environment() -> Environment:
 
 
 def prepare() -> None:
-    """Compile all templates, for a time in which this process would wait."""
+    """Compile all templates in advance, while this process would otherwise wait."""
     for name in _environment().list_templates(["html", "jinja"]):
         _environment().get_template(name)
 

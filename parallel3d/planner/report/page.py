@@ -116,7 +116,7 @@ def differences(this: Prediction, winner: Prediction) -> Iterator[tuple[str, str
 
 
 def _stage_names(result: PlanResult, prediction: Prediction) -> list[str]:
-    """Name the stages, with their ranks where the layout has the winner's shape: where these run the page says below."""
+    """Name the stages, with their ranks where the layout has the winner's shape, whose places the page lists below."""
     names = [f"stage {stage}" for stage in range(prediction.stages)]
     if prediction.shape != result.best[0].shape:
         return names

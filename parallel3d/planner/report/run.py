@@ -36,7 +36,7 @@ from parallel3d.schedule.timing import Timeline, simulate
 PLAN = "plan.json"
 _COMPONENTS = ("weights", "gradients", "masters", "optimizer", "gathered", "transient")
 _COUNT = "{:,.0f}".format
-# Of the lines of metrics.jsonl: value -> (name, format, colour).
+# Charts of the values in metrics.jsonl: value -> (name, format, colour).
 _CHARTS: Mapping[str, Any] = {
     "train_loss": ("loss", "{:.4g}".format, "#2f69b4"),
     "tokens_per_second": ("tokens a second", _COUNT, "#2e8752"),
@@ -46,7 +46,7 @@ _CHARTS: Mapping[str, Any] = {
     "lr": ("learning rate", "{:.3g}".format, "#4d9a94"),
     "memory_gib": ("GiB of the fullest rank", "{:.3g}".format, "#8b5e4b"),
 }
-# Values of the engine's that are not drawn.
+# Values of the engine that are not drawn.
 _UNDRAWN = {"time", "samples", "seconds_per_step", "bubble", "loss_scale"}
 
 

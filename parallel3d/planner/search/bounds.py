@@ -25,7 +25,7 @@ from parallel3d.schedule.builders import WHOLE_BACKWARDS
 from parallel3d.zero.layout import bucket_limit
 from parallel3d.zero.memory import predict_state
 
-# The work of a micro-batch is proportional to its samples but for a constant part, which is at most this share of the bounds.
+# The work of a micro-batch is proportional to its samples, except for a constant part. Bounds are scaled by this factor for it.
 _SLACK = 0.99
 # The stage with most micro-batches in flight may hold fewer activations of each than the mean stage does.
 _EVEN = 0.8
@@ -95,7 +95,7 @@ class Bounds:
     def _bound_seconds(self, space: Space, by_policy: bool = False) -> Floats:
         predictor, num_chunks, whole = self._predictor, space.chunks, space.whole_backwards
         sharding = space.tensor_ranks, space.sequence_parallel
-        # Of a micro-batch: filling, mean stage, passing all chunks, and the host's calls.
+        # Seconds of a micro-batch: filling, mean stage, passing all chunks, and the host's calls.
         found = np.full((4, len(space)), np.inf)
         # Recomputation of a part takes at least as long as none.
         full, policy = (space.recompute > 0) & ((space.policy == 0) | by_policy), space.policy * by_policy
@@ -200,7 +200,7 @@ class NearBounds:
         """
         predictor = self._predictor
         split = predictor.split(_uniform(layout, recompute=0), roughly=True)
-        # By which each chunk makes those after it start late, and those before it end late.
+        # Seconds by which each chunk delays the start of those after it, and the end of those before it.
         late = split.times.compute[0]
         if layout.schedule in WHOLE_BACKWARDS:
             late = split.times.total

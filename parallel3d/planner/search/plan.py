@@ -48,7 +48,7 @@ _MOST_SEARCHED = 32  # chunks of all stages that are split with more care
 
 @dataclass(eq=False)
 class Planner:
-    """Plans for a model on a cluster. Raises ConfigError if there is no answer.
+    """Plans the training of a model on a cluster. Raises ConfigError if no layout is possible.
 
     - fixed: what the user has decided of the layout; measured: see Predictor.
     - every_auto: whether schedule "auto" is planned for all listed layouts, also those with long pipelines.
@@ -82,7 +82,7 @@ class Planner:
         self.profile: ModelProfile = known or profile_of(model, cluster, config)
         if self.process is not None and known is None:
             self._trace_in(self.process)
-        # As the engine does.
+        # The engine makes the same check.
         if config.optimizer is not None and class_of(config.optimizer.type) is torch.optim.Muon:
             check_matrices(p for layer in self.profile.layers() for _, p in layer.parameters)
         self.network = Network(self.calibration.correct_cluster(cluster))
@@ -96,7 +96,7 @@ class Planner:
         slicings = [(ranks, bool(parallel)) for ranks, parallel in zip(*columns, strict=True)]
         asked = {POLICIES[policy] for policy in np.unique(space.policy).tolist()}
         policies = [policy for policy in SELECTIVE if asked & {policy, "auto"}]
-        # First those that bounds of all layouts need.
+        # First the traces that bounds of all layouts need.
         first: list[tuple[Slicing, SelectivePolicy | None]] = [(slicing, None) for slicing in slicings]
         self.profile.traced.trace_in(process, [(0, *key, 1) for key in [*first, *product(slicings, policies)]])
 
@@ -162,7 +162,7 @@ class Planner:
         return min(step, other_step, key=attrgetter("rank"))
 
     def _with_autos(self, found: list[StepPrediction], search: BranchAndBound) -> list[StepPrediction]:
-        """Add schedule "auto" on the best candidate's chunks if that is quick; if asked for, on all chunks, and it alone."""
+        """Add schedule "auto" on the best candidate's chunks if that is quick; if asked for, only "auto", on all chunks."""
         found = sorted(found, key=lambda c: c.rank)
         schedule = self.fixed.decided("schedule")
         if schedule not in (None, "auto"):

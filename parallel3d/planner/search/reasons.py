@@ -95,7 +95,7 @@ def trade_off(found: Sequence[StepPrediction]) -> tuple[tuple[int, float, str], 
 
 
 def what_would_fit(search: BranchAndBound) -> tuple[str, int]:
-    """Say what binds if nothing fits, and the smallest change that fits; also return the bytes that are missing on a rank."""
+    """Describe, if nothing fits, the limiting memory and the smallest change that fits; also return the bytes a rank lacks."""
     have = int(search.space.shapes[0].prod())
     if search.evaluated:
         nearest = min(search.evaluated.values(), key=lambda each: fullness_of(each.memory))

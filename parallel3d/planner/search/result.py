@@ -115,8 +115,8 @@ class RankPlace(StoredModel):
 class PlanResult(StoredModel):
     """Result of `p3d plan`.
 
-    - best: ranked layouts, the winner first. It is empty if nothing fits; then `remedy` says what binds and the smallest
-      change that fits, and `lacking` bytes of memory are missing on a rank.
+    - best: ranked layouts, the winner first. It is empty if nothing fits; then `remedy` names the limiting memory and the
+      smallest change that fits, and a rank lacks `lacking` bytes of memory.
     - rejected: alternatives, the closest first; trade_off: (peak bytes, seconds, layout) that no other one beats in both.
     - timeline, links, map: of the winner; config: a configuration to run it with.
     - layers: names of the model's layers, and halves: of its half blocks, which layouts with such units count.

@@ -23,12 +23,12 @@ from parallel3d.planner.search.space import LARGE, Space
 from parallel3d.planner.search.splits import split_within
 
 MOST_NEAR = 6  # candidates that are improved
-_OF_A_SHAPE = 3  # candidates of one shape that are listed
+_OF_A_SHAPE = 3  # most candidates of one shape that are listed
 _ALTERNATIVES = 5  # shapes whose most likely layouts are evaluated, so that there is something to compare with
 _LEANER = (0.2, 0.4, 0.6)  # shares of the memory whose most likely layouts are evaluated
 _FURTHER = 20  # layouts that are looked at after the best one is found, for each that is to be listed
 _TRIES = 8  # evaluated layouts of an alternative of which none fits
-_QUICK = 512  # stages x stages x chunks of an alternative: its program is made soon
+_QUICK = 512  # most stages x stages x chunks of an alternative, so that its program is built quickly
 # Share of a device's memory up to which a split is searched that makes the layout fit; with more chunks of all stages, or
 # more ranks, the search would be too slow.
 _NEARLY, _MOST_CHUNKS, _MOST_RANKS = 1.4, 16, 64
@@ -147,7 +147,7 @@ class BranchAndBound:
         possible = np.flatnonzero(np.isfinite(self.bounds.seconds) & (self.bounds.least_shares() <= 1.0))
         order = possible[np.argsort(self._seconds[possible], kind="stable")]
         if len(self._predictor.network.cluster.gpus) > LARGE:
-            # Predictions take long: whole blocks are searched first, and then half blocks in the best shape alone.
+            # Predictions take long: whole blocks are searched first, and then half blocks only in the best shape.
             is_half = self.space.halves[order] > 0
             self._find_best(order[~is_half])
             for best in self.fitting[:1]:

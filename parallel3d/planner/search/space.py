@@ -26,7 +26,7 @@ POLICIES = (None, "cheap", "attention", "auto")
 # Most chunks of all stages for which an order is searched: for more the search is too slow, on many ranks even earlier.
 _MOST_SEARCHED, _MOST_SEARCHED_LARGE, LARGE = 32, 16, 4096
 _OPEN = PartialLayout()  # nothing is decided
-_BY_LAYER = 512  # most ranks on which policies by layer are searched: on more, the best layouts alone get some
+_BY_LAYER = 512  # most ranks on which policies by layer are searched: on more, only the best layouts get some
 # Most chunks of all stages x micro-batches of a breadth-first program (arXiv:2211.05953), which holds all micro-batches.
 _MOST_BREADTH = 2048
 

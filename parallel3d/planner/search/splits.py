@@ -19,7 +19,7 @@ from parallel3d.specs import TiedLayerSpec
 
 
 def split_carefully(predictor: Predictor, layout: Layout, links: LayoutLinks) -> tuple[int, ...]:
-    """Return the chunks' bounds in layers with even stages and the shortest step; takes its time."""
+    """Search for the chunks' bounds in layers with even stages and the shortest step; slow."""
     placement = placement_of(layout.placement, layout.stages, layout.chunks)
     fastest, paces = fastest_of(predictor.stage_times(layout, links), placement)
     # A step's length is the schedule's makespan. Each chunk's cost is divided into parts as the whole model's.

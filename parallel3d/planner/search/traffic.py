@@ -13,7 +13,7 @@ from parallel3d.planner.predict.costs import Reductions, StepPrediction
 from parallel3d.planner.predict.predict import Predictor
 from parallel3d.planner.search.result import LinkLoad
 
-_SEEN = 0.25  # share of the time of collectives between replicas that compute doesn't hide, about
+_SEEN = 0.25  # approximate share of the time of collectives between replicas that compute doesn't hide
 
 
 def _collectives(predictor: Predictor, step: StepPrediction) -> dict[str, list[Reductions]]:
@@ -44,7 +44,7 @@ def _messages(predictor: Predictor, step: StepPrediction) -> Iterator[tuple[int,
 
 
 def traffic_of(predictor: Predictor, step: StepPrediction) -> Traffic:
-    """Return what the placement of ranks is chosen by. If stages differ, the busiest one counts."""
+    """Return the traffic by which the placement of ranks is chosen. If stages differ, the busiest one counts."""
     layout = step.layout
     busiest = {
         axis: max(stages, key=lambda own: sum(collective.nbytes * number for collective, number in own))
