@@ -89,7 +89,7 @@ def train(model: Path, out: Path, config: dict[str, Any] | None, replicas: int, 
             model=with_adapters(own) if options.get("adapts") else own,
             args=arguments,
             train_dataset=rows,
-            eval_dataset=rows[:10],
+            eval_dataset=rows[:6],
             data_collator=collate_shifted if shifted else collate,
             compute_metrics=partial(accuracy, shifted=shifted),
         )

@@ -127,9 +127,12 @@ TRANSFORMERS = (
     """
 from examples.finetune_hf import make_model
 from trainer_runs import forget_state
+from transformers import LlamaConfig, LlamaForCausalLM
 parallel3d.init_distributed(dist_backend="gloo")
 if parallel3d.comm.get_rank() == 0:
     make_model(Path("path/to/llama"), ["def f(x):\\n    return x\\n" * 20])
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}  # a smaller one
+    LlamaForCausalLM(LlamaConfig(vocab_size=512, **sizes)).save_pretrained("path/to/llama")
     sizes = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
     Path("ds_config.json").write_text(json.dumps({**sizes, "zero_optimization": {"stage": 2}}))
 parallel3d.comm.barrier()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -96,10 +96,14 @@ def test_every_layout_says_what_transformers_says(run_ranks, full: bool):
     models = {name: make_model(name) for name in {name for name, *_ in layouts}}
     ends = {name: ends_of(model) for name, model in models.items()}
     ranks = run_ranks(4, generate_all, layouts, ends, timeout=500)
+
+    @cache
+    def said(name: str, replica: int) -> list[Tensor]:
+        return requests(replica, ends[name], partial(by_transformers, models[name], replica=replica))
+
     for k, layout in enumerate(layouts):
         for replica, found, lengths in (rank[k] for rank in ranks):
-            reference = partial(by_transformers, models[layout[0]], replica=replica)
-            wanted = requests(replica, ends[layout[0]], reference)
+            wanted = said(layout[0], replica)
             for own, theirs in zip(found, wanted, strict=True):
                 assert torch.equal(own, theirs), (layout, own, theirs)
             assert replica or wanted[0].shape[1] < SEQ + NEW

@@ -57,9 +57,9 @@ def train(target: str, configs: list[dict[str, Any]]) -> list[tuple[float, dict[
         module = PipelineModule(subject.layers, loss_fn=subject.loss_fn, config=config)
         engine, *_ = parallel3d.initialize(model=module, config=config)
         size = config["train_micro_batch_size_per_gpu"]
-        samples = [subject.batch(k, seed=0) for k in range(4)]
+        samples = [subject.batch(k, seed=0) for k in range(2)]
         micro_batches = [
-            tuple(torch.cat(tensors) for tensors in zip(*samples[k : k + size], strict=True)) for k in range(0, 4, size)
+            tuple(torch.cat(tensors) for tensors in zip(*samples[k : k + size], strict=True)) for k in range(0, 2, size)
         ]
         data = own_iterator(engine, micro_batches * 2)
         losses = [engine.train_batch(data).item() for _ in range(2)]
@@ -75,7 +75,7 @@ def test_a_plan_offloads_no_more_than_it_must_and_its_configuration_trains(run_r
         (tmp_path / "cluster.yaml").write_text(f"hosts: [{{{gpus}}}]")
         (tmp_path / "config.json").write_text(json.dumps({"offload": {"host_memory_gib": host}}))
         files = ["--cluster", str(tmp_path / "cluster.yaml"), "--config", str(tmp_path / "config.json")]
-        command = ["plan", "--model", target, *files, "--global-batch", "4", "--out", str(tmp_path / "out")]
+        command = ["plan", "--model", target, *files, "--global-batch", "2", "--out", str(tmp_path / "out")]
         assert main(command) == 0
         *lacking, told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("With ")]
         assert told == f"With {chosen}:"

@@ -13,7 +13,7 @@ from hf_models import load_model
 from warm import run_launcher
 
 ROOT = Path(__file__).parents[2]
-STEPS = 30
+STEPS = 20
 
 
 def loss_of(model: Any, tokenizer: Any, text: str) -> float:

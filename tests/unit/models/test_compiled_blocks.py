@@ -179,10 +179,11 @@ class AnyKind(nn.Module):
 
 
 @pytest.mark.parametrize("options", [{}, RECOMPUTED], ids=["none", "cheap"])
+@torch._dynamo.config.patch(recompile_limit=2)
 def test_more_kinds_of_layers_than_torchs_limit_are_all_compiled(options: dict[str, Any]):
-    """Each for its own sizes; torch by itself compiles 8 graphs of a class, and runs all further layers of it eagerly."""
+    """Each for its own sizes; torch by itself compiles as many graphs of a class, and runs all further layers of it eagerly."""
     torch.compiler.reset()
-    backend, kinds = Counted(), [nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.Mish, nn.Softplus, nn.SELU]
+    backend, kinds = Counted(), [nn.ReLU, nn.GELU, nn.SiLU]
     assert len(kinds) > torch._dynamo.config.recompile_limit
     layers = [(size, AnyKind(size, kind())) for size, kind in enumerate(kinds, start=2) for _ in range(2)]
     for size, layer in layers:

@@ -46,16 +46,16 @@ def every(planner: Planner) -> list[StepPrediction]:
 # take longer than reductions, and a breadth-first program has fewer of them.
 HALF_GRADIENTS = {"communication_data_type": "bf16"}
 CASES = [
-    ("dp4", "1.746 GB", "10 GB/s", {}, "1f1b"),
-    ("dp4,mb2,ckpt1", "1.9 GB", "5 GB/s", HALF_GRADIENTS, "gpipe"),
+    ("dp4", 16, "1.746 GB", "10 GB/s", {}, "1f1b"),
+    ("dp4,mb2,ckpt1", 32, "1.9 GB", "5 GB/s", HALF_GRADIENTS, "gpipe"),
 ]
 
 
-@pytest.mark.parametrize(("words", "memory", "bandwidth", "config", "schedule"), CASES)
+@pytest.mark.parametrize(("words", "batch", "memory", "bandwidth", "config", "schedule"), CASES)
 def test_zero3_is_offered_where_it_alone_fits_and_is_the_shortest_of_all(
-    words: str, memory: str, bandwidth: str, config: dict[str, Any], schedule: str
+    words: str, batch: int, memory: str, bandwidth: str, config: dict[str, Any], schedule: str
 ) -> None:
-    planner = planner_of(words, 32, memory, bandwidth, **config)
+    planner = planner_of(words, batch, memory, bandwidth, **config)
     found = BranchAndBound(planner.predictor, of_blocks(planner)).run()
     fitting = [step for step in every(planner) if step.fits]
     assert {step.layout.zero for step in fitting} == {3}
