@@ -7,7 +7,5 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 for name in ("peft", "transformers.models.llama.modeling_llama"):
     importlib.import_module(name)
-# accelerate and transformers read these a thousand times.
-importlib.metadata.metadata = cache(importlib.metadata.metadata)
-importlib.metadata.version = cache(importlib.metadata.version)
+importlib.metadata.metadata = cache(importlib.metadata.metadata)  # accelerate reads it a thousand times
 get_checkpoint_conversion_mapping("llama")  # compiles the patterns of all models' checkpoints
