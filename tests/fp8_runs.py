@@ -103,8 +103,12 @@ def make(kinds: Sequence[tuple[Any, ...]], pipelined: bool, **config: Any) -> tu
 Trained = tuple[list[float], dict[str, Tensor], set[int]]
 
 
-def train(blocks: Sequence[type[Block]], pipelined: bool, device: str, evaluates: bool, **config: Any) -> Trained:
-    """Losses of steps and of evaluations after them, weights, and the bytes of each all-gather."""
+def train(blocks: Sequence[type[Block]], pipelined: bool, device: str, **config: Any) -> Trained:
+    """Losses of steps and of evaluations after them, weights, and the bytes of each all-gather.
+
+    On the CPU, compiled layers of pipelines are not evaluated, as those of other modules are: the compiler would trace each
+    of them once more.
+    """
     kinds = [(nn.Linear, WIDTH, WIDTH), *((block,) for block in blocks), (nn.Linear, WIDTH, WIDTH)]
     engine, model = make(kinds, pipelined, comms_logger={"enabled": True}, **config)
     data = [(x.to(device, torch.bfloat16), y.to(device)) for x, y in batches(engine.process_groups.data.index)]
@@ -114,7 +118,7 @@ def train(blocks: Sequence[type[Block]], pipelined: bool, device: str, evaluates
         own = data[2 * step : 2 * step + 2]
         if pipelined:
             losses.append(engine.train_batch(iter(own)).item())
-            if evaluates:
+            if device != "cpu" or not engine.is_compiled:
                 losses.append(engine.eval_batch(iter(own)).item())
             continue
         for batch in own:
@@ -222,19 +226,13 @@ def change_a_weight(stage: int, change: str) -> list[list[float]]:
 
 
 def compare(pipelined: bool, compiled: bool, device: str = "cpu") -> set[int]:
-    """Bytes of all-gathers with stage 3, whose numbers must be those of stage 2.
-
-    On the CPU, stage 2 is not compiled, and compiled layers are not evaluated: the compiler would trace each of them once more.
-    """
-    on_cpu = device == "cpu"
+    """Bytes of all-gathers with stage 3, whose numbers must be those of stage 2."""
     blocks = [Block, Reader] if compiled else [Block, Reader, Borrower]
     runs = []
     for stage in (2, 3):
         zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-        enabled = compiled and not (on_cpu and stage == 2)
-        compiling = {"enabled": enabled, "backend": "aot_eager" if on_cpu else "inductor"}
-        evaluates = not (on_cpu and compiled)
-        runs.append(train(blocks, pipelined, device, evaluates, zero_optimization=zero, compile=compiling))
+        compiling = {"enabled": compiled, "backend": "aot_eager" if device == "cpu" else "inductor"}
+        runs.append(train(blocks, pipelined, device, zero_optimization=zero, compile=compiling))
     (losses, weights, _), (own_losses, own_weights, gathered) = runs
     assert own_losses == losses
     assert len(set(losses)) == len(losses)

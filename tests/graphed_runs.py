@@ -62,7 +62,7 @@ def train(pp: int, pipeline: dict[str, Any], tied: bool, config: dict[str, Any])
     loss = counted if tied else toy.cross_entropy
     engine = make(toy.model(tied, dropout=0.2), loss, pipeline={"stages": pp, **pipeline}, **config)
     # The integer of a tuple, which each layer counts up, is compiled anew in each layer.
-    usual = "tensor" if "backend" in config.get("compile", {}) else "tuple"
+    usual = "tensor" if config.get("compile", {}).get("enabled") else "tuple"
     return run(engine, lambda k, changed: toy.micro_batch(k, "lengths" if changed else usual))
 
 

@@ -7,10 +7,8 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -71,27 +69,6 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
-class Started(WarmProcess):
-    """A launcher, with what tools/soak.py uses of Popen."""
-
-    def __init__(self, folder: Path, *command: str) -> None:
-        super().__init__(folder, environment(), "forked_ranks", *command)
-
-    def poll(self) -> int | None:
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        if timeout is None:  # the last time: what it has printed
-            print(*self.communicate(60), file=sys.stderr)
-        elif super().wait(timeout) is None:
-            raise subprocess.TimeoutExpired("soak.py", timeout)
-        return self.returncode
-
-    def terminate(self) -> None:
-        with suppress(ProcessLookupError):
-            super().terminate()
-
-
 def test_random_faults_lose_nothing(
     tmp_path: Path, full: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -103,11 +80,13 @@ def test_random_faults_lose_nothing(
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     arguments = f"--rounds {rounds} --layout pp2 --longest 0.5 --seed 10 --directory {tmp_path} --faults {faults}"
     monkeypatch.setattr(sys, "argv", ["soak.py", *arguments.split()])
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    soak = importlib.import_module("soak")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nshift\nexec {sys.executable} -m forked_ranks "$@"\n')
+    python.chmod(0o700)
     if not full:
-        monkeypatch.setattr(soak.subprocess, "Popen", lambda command, **_: Started(tmp_path, *command[2:]))
-    code = soak.main()
+        monkeypatch.setattr(sys, "executable", str(python))
+    code = importlib.import_module("soak").main()
     said = capsys.readouterr()
     assert code == 0, said.out + said.err
     assert re.search(rf"rounds +{rounds}\n(.*\n)* +kill +[1-9](.*\n)*lost +0\nwrong +0\nnothing is lost", said.out)
