@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from heapq import heapify, heappop, heappush
 from itertools import count, islice, repeat
 from math import inf
@@ -162,7 +162,8 @@ class BranchAndBound:
         """Evaluate layouts, given in the order of their bounds, until no bound is below the best that fits.
 
         A layout that recomputes a part of each layer takes longer than its twin that recomputes less, and comes after it, if
-        that one doesn't fit. So does the one with policies by layer, after all others: it takes the longest to predict.
+        that one doesn't fit, or may fit only with a less even split. The one with policies by layer comes after all others: it
+        takes the longest to predict.
         """
         following = self.space.recomputing_more(order)
         order = order[~np.isin(order, following)]
@@ -193,15 +194,17 @@ class BranchAndBound:
                 is_new = least > bound
                 heappush(waiting, (least if is_new else max(bound, self._near_bound(layout, best)), n, k, not is_new))
                 continue
-            if is_near:
-                candidate = self._evaluate(layout, best)
-                if candidate.fits:
-                    fitting.add(layout)
-                    best = min(best, candidate.rank[1])
-                    continue
-            if (more := int(following[k])) >= 0:
-                later = self._layout(more).is_by_layer and not layout.is_by_layer
-                (by_layer.append if later else partial(heappush, waiting))((bound, n, more, False))
+            may_gain = True
+            if is_near and (candidate := self._evaluate(layout, best)).fits:
+                fitting.add(layout)
+                best = min(best, candidate.rank[1])
+                may_gain = _fullest_to_split(layout) > 1.0
+            if (more := int(following[k])) < 0:
+                continue
+            if self._layout(more).is_by_layer and not layout.is_by_layer:
+                by_layer.append((float(self.bounds.seconds[more] / worth[more]), n, more, False))
+            elif may_gain:
+                heappush(waiting, (bound, n, more, False))
         return by_layer
 
     def _find_alternatives(self, order: Integers) -> None:

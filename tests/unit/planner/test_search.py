@@ -97,9 +97,12 @@ def every_prediction(planner: Planner) -> dict[str, tuple[float, bool]]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Without --full only where memory binds: more is ruled out by bounds then."""
+    """Without --full only where memory binds: more is ruled out by bounds then.
+
+    With 1.38 GB "none" fits only with an uneven split, which takes longer than policies by layer.
+    """
     if metafunc.function is test_the_search_finds_the_shortest_of_all_layouts_that_fit:
-        cases = [("1.4 GB", 8), *([(None, 4)] if metafunc.config.getoption("full") else [])]
+        cases = [("1.38 GB", 6), *([("1.4 GB", 8), (None, 4)] if metafunc.config.getoption("full") else [])]
         metafunc.parametrize(("memory", "batch"), cases)
 
 
