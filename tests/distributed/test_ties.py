@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -182,6 +183,26 @@ def test_copies_stay_bitwise_equal_and_agree_with_one_process(
 ):
     ranks = run_ranks(pp * DP, train, model, pp, schedule, chunks, placement, optimizer)
     check(ranks, reference_run(model, optimizer), DP)
+
+
+def train_under_zero_2(config: dict[str, Any]) -> Run:
+    engine = make_engine(
+        MODELS["whole module"],
+        pipeline={"stages": 2, "partition": "uniform"},
+        zero_optimization={"stage": 2, "reduce_bucket_size": 1500},
+        **config,
+    )
+    return run_steps(engine, own_iterator(engine, [toy.micro_batch(g) for g in range(20 * DP)]), 20)
+
+
+@pytest.mark.parametrize(("config", "tolerance"), [({}, 1e-5), ({"bf16": {"enabled": True}}, 2e-2)])
+def test_both_copies_of_a_tied_module_are_equal_after_20_steps_of_zero_2(run_ranks, config: Any, tolerance: float):
+    ranks = run_ranks(4, train_under_zero_2, config)
+    for _, _, weights in ranks:
+        assert {"layers.0.weight", "layers.0.bias"} < weights.keys()
+    reference = Reference(MODELS["whole module"], toy.cross_entropy, make_optimizer("SGD"), base_seed=BASE_SEED)
+    batches = [toy.micro_batch(g) for g in range(20 * DP)]
+    check(ranks, run_reference(reference, batches, DP), DP, tolerance)
 
 
 # Errors
