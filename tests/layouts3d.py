@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, product
@@ -91,6 +91,12 @@ def cover(max_ranks: int = 16) -> list[Layout]:
     return chosen
 
 
+def held_by(module: PipelineModule) -> Held:
+    """Return what this rank holds. Collective, as shards are gathered."""
+    slicings = {info.name: slicing_of(info.parameter) for info in module.parameter_infos()}
+    return {name: (slicings[name], values) for name, values in copies(module).items()}
+
+
 def train(
     layout: Layout, per_token: bool = False, changes: Mapping[str, Any] | None = None
 ) -> tuple[list[float], list[float], Held]:
@@ -126,8 +132,7 @@ def train(
     for _ in range(STEPS):
         losses.append(engine.train_batch(data).item())
         norms.append(engine.get_global_grad_norm().item())
-    slicings = {info.name: slicing_of(info.parameter) for info in module.parameter_infos()}
-    return losses, norms, {name: (slicings[name], values) for name, values in copies(module).items()}
+    return losses, norms, held_by(module)
 
 
 def train_alone(dp: int, tied: bool, clipping: bool, optimizer: str, device: str = "cpu") -> Run:
@@ -145,12 +150,10 @@ def train_alone(dp: int, tied: bool, clipping: bool, optimizer: str, device: str
 wanted = cache(train_alone)
 
 
-def check(ranks: list[Any], expected: Run) -> None:
-    """Losses, norms and each gathered weight tensor to 1e-5; copies are equal bit for bit."""
-    losses, norms, weights = expected
+def joined(ranks: Iterable[Held], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the whole tensors, of the shapes of `weights`, from what all ranks hold; NaN where none holds an element."""
     whole: dict[str, Tensor] = {}
-    for own_losses, own_norms, held in ranks:
-        assert (own_losses, own_norms) == (ranks[0][0], ranks[0][1])
+    for held in ranks:
         for name, (slicing, part) in held.items():
             if slicing is None:
                 assert torch.equal(part, whole.setdefault(name, part)), f"the copies of {name} differ"
@@ -159,8 +162,16 @@ def check(ranks: list[Any], expected: Run) -> None:
                 before = slicing.part_of(gathered)
                 assert torch.equal(before, part) or bool(before.isnan().all()), f"the copies of {name} differ"
                 slicing.write(gathered, part)
+    assert whole.keys() == weights.keys()
+    return whole
+
+
+def check(ranks: list[Any], expected: Run) -> None:
+    """Losses, norms and each gathered weight tensor to 1e-5; copies are equal bit for bit."""
+    losses, norms, weights = expected
+    assert all((own_losses, own_norms) == (ranks[0][0], ranks[0][1]) for own_losses, own_norms, _ in ranks)
+    whole = joined((held for _, _, held in ranks), weights)
     assert ranks[0][0] == pytest.approx(losses, rel=1e-5)
     assert ranks[0][1] == pytest.approx(norms, rel=1e-5)
-    assert whole.keys() == weights.keys()
     for name, weight in weights.items():
         assert distance(whole[name], weight) <= 1e-5, f"{name} is off by {distance(whole[name], weight):.2e}"

@@ -6,7 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from layouts3d import ALL, Held, Layout, check, cover, train, wanted
+import toy3d
+from layouts import SHARDED, make_optimizer, specs
+from layouts3d import ALL, Held, Layout, check, cover, held_by, joined, train, wanted
+from reference import Reference
+
+import parallel3d
+from parallel3d.pipe import LayerSpec, PipelineModule
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -35,3 +41,24 @@ def test_policies_change_no_bit(run_ranks):
         for losses, norms, held in others:
             assert (losses, norms) == plain[:2]
             assert all(torch.equal(held[name][1], values) for name, (_, values) in plain[2].items())
+
+
+def initial_weights(pp: int, tp: int, zero: int) -> Held:
+    torch.manual_seed(3)
+    config = {
+        "train_micro_batch_size_per_gpu": toy3d.SAMPLES,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": zero, **SHARDED},
+        "tensor_parallel": {"size": tp, "sequence_parallel": True},
+        "pipeline": {"stages": pp},
+    }
+    module = PipelineModule(specs(toy3d.model(tied=True)), loss_fn=LayerSpec(toy3d.SlicedLoss, False), config=config)
+    parallel3d.initialize(model=module, config=config)
+    return held_by(module)
+
+
+@pytest.mark.parametrize(("pp", "tp", "dp", "zero"), [(1, 4, 1, 0), (2, 2, 2, 3)])
+def test_initial_weights_are_bitwise_those_of_one_process(run_ranks, pp: int, tp: int, dp: int, zero: int):
+    wanted = Reference(toy3d.model(tied=True), toy3d.plain_loss, make_optimizer("SGD"), base_seed=3).weights()
+    whole = joined(run_ranks(pp * tp * dp, initial_weights, pp, tp, zero), wanted)
+    assert [name for name, weight in wanted.items() if not torch.equal(whole[name], weight)] == []
