@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from ctypes import CDLL
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import hf_models
 import pytest
 import torch
 from hf_models import transformers
+from safetensors import safe_open
 from safetensors.torch import save_file
 from test_zero3_plain import compare, language_loss, on_one_process, whole_weights
 from torch import Tensor, nn
@@ -218,18 +220,59 @@ def test_loading_takes_no_more_than_the_shards_and_one_layer(run_ranks, saved: A
 # --- Layers of a directory in a pipeline
 
 
-def load_and_export(directory: Path, out: Path, tensor_ranks: int) -> None:
+class RecordingFile:
+    """A safetensors file that notes in `read` the names of the tensors that are read, in part or whole."""
+
+    def __init__(self, file: Any, read: set[str]) -> None:
+        self._file, self._read = file, read
+
+    def keys(self) -> list[str]:
+        return list(self._file.keys())
+
+    def get_slice(self, name: str) -> Any:
+        tensor, read = self._file.get_slice(name), self._read
+
+        class Slice:
+            get_shape = tensor.get_shape
+
+            def __getitem__(self, index: Any) -> Tensor:
+                read.add(name)
+                return tensor[index]
+
+        return Slice()
+
+
+def load_and_export(directory: Path, out: Path, tensor_ranks: int, stages: int) -> set[str]:
+    """Return the names of what is read from the directory."""
     config = {**CONFIG, "zero_optimization": ON_HOST, "tensor_parallel": {"size": tensor_ranks}}
-    module = PipelineModule(from_hf(directory), num_stages=1, config=config)
-    save_hf(parallel3d.initialize(model=module, config=config)[0], out)
+    read: set[str] = set()
+    with mock.patch("parallel3d.checkpoint.read.safe_open", lambda *a, **k: RecordingFile(safe_open(*a, **k), read)):
+        layers = from_hf(directory)
+        bounds = [0, *[2] * (stages - 1), len(layers)]  # the embedding and the first block on the first of two stages
+        module = PipelineModule(layers, num_stages=stages, partition_method=bounds, config=config)
+        save_hf(parallel3d.initialize(model=module, config=config)[0], out)
+    return read
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor_ranks"), [("llama", 1), ("llama", 2), ("gpt2", 1), ("gpt2", 2), ("llama-tied", 2)]
+    ("name", "tensor_ranks", "stages"),
+    [("llama", 1, 2), ("llama", 2, 1), ("gpt2", 1, 1), ("gpt2", 2, 1), ("llama-tied", 2, 1), ("phi", 1, 2)],
 )
-def test_shards_read_from_a_directory_are_its_tensors(run_ranks, tmp_path: Path, name: str, tensor_ranks: int):
-    """Also of matrices that are stored transposed, fused, and cut by tensor parallelism along rows and columns."""
+def test_shards_read_from_a_directory_are_its_tensors(
+    run_ranks, tmp_path: Path, name: str, tensor_ranks: int, stages: int
+):
+    """Also of matrices that are stored transposed, fused, and cut by tensor parallelism along rows and columns.
+
+    A stage reads the tensors of its own layers alone.
+    """
     wanted = {n: p.detach() for n, p in hf_models.save_model(tmp_path / "in", name).named_parameters()}
-    run_ranks(2 * tensor_ranks, load_and_export, tmp_path / "in", tmp_path / "out", tensor_ranks)
+    ranks = 2 * tensor_ranks * stages
+    read = run_ranks(ranks, load_and_export, tmp_path / "in", tmp_path / "out", tensor_ranks, stages)
     found = dict(hf_models.load_model(tmp_path / "out").named_parameters())
     assert [n for n, p in wanted.items() if not found[n].equal(p)] == []
+    with safe_open(tmp_path / "in" / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+    first = {n for n in names if stages == 2 and n.startswith(("model.embed_tokens.", "model.layers.0."))}
+    if stages == 2:
+        assert set().union(*read[: ranks // 2]) == first
+    assert set().union(*read[ranks // 2 * (stages - 1) :]) == names - first
