@@ -110,23 +110,37 @@ def test_adapters_train_in_each_layout_and_continue_in_the_next(run_ranks, tmp_p
     num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert num_trained < 0.3 * sum(p.numel() for p in model.parameters())
     for k in trainings:
-        wanted = train_on_one(model, k)
-        said = model.generate(PROMPT, max_new_tokens=4, do_sample=False, eos_token_id=None)
-        for steps, state, own in (rank[k] for rank in ranks):
-            assert torch.equal(own, said), LAYOUTS[k]
-            for found, expected in zip(steps, wanted, strict=True):
-                assert found == pytest.approx(expected, rel=1e-6), LAYOUTS[k]
-            # Gradients and two moments of the adapters in float64, and nothing of what is frozen.
-            assert sum(state) < 1.1 * 3 * 8 * num_trained
-        assert sum(sum(rank[k][1]) for rank in ranks) > 0
-        model.save_pretrained(tmp_path / "reference")
-        own, others = (load_file(tmp_path / f / "adapter_model.safetensors") for f in (str(k + 1), "reference"))
-        assert own.keys() == others.keys()
-        assert all(distance(own[key], weight) < 1e-8 for key, weight in others.items()), LAYOUTS[k]
-        whole = copy.deepcopy(model).merge_and_unload().state_dict()
-        exported = load_model(tmp_path / f"merged{k + 1}").state_dict()
-        assert exported.keys() == whole.keys()
-        assert all(distance(exported[key], weight) < 1e-8 for key, weight in whole.items()), LAYOUTS[k]
+        check_training(model, k, [rank[k] for rank in ranks], tmp_path)
+
+
+def check_training(model: Any, training: int, ranks: list[Any], folder: Path) -> None:
+    """Train the model in plain PyTorch, too, and compare: losses, norms, state, a text, and both directories."""
+    num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    wanted, layout = train_on_one(model, training), LAYOUTS[training]
+    said = model.generate(PROMPT, max_new_tokens=4, do_sample=False, eos_token_id=None)
+    for steps, state, own in ranks:
+        assert torch.equal(own, said), layout
+        for found, expected in zip(steps, wanted, strict=True):
+            assert found == pytest.approx(expected, rel=1e-6), layout
+        # Gradients and two moments of the adapters in float64, and nothing of what is frozen.
+        assert sum(state) < 1.1 * 3 * 8 * num_trained
+    assert sum(sum(state) for _, state, _ in ranks) > 0
+    model.save_pretrained(folder / "reference")
+    own, others = (load_file(folder / f / "adapter_model.safetensors") for f in (str(training + 1), "reference"))
+    assert own.keys() == others.keys()
+    assert all(distance(own[key], weight) < 1e-8 for key, weight in others.items()), layout
+    whole = copy.deepcopy(model).merge_and_unload().state_dict()
+    exported = load_model(folder / f"merged{training + 1}").state_dict()
+    assert exported.keys() == whole.keys()
+    assert all(distance(exported[key], weight) < 1e-8 for key, weight in whole.items()), layout
+
+
+def test_adapters_after_a_stage_that_is_all_frozen(run_ranks, tmp_path: Path):
+    model = adapted("llama", target_modules=r".*layers\.2\..*proj")
+    model.save_pretrained(tmp_path / "1")
+    ranks = [own for (own,) in run_ranks(4, train, "llama", str(tmp_path), [1])]
+    assert [sum(state) > 0 for _, state, _ in ranks] == [False, False, True, True]
+    check_training(model, 1, ranks, tmp_path)
 
 
 def train_from_directory(source: str, out: str, layout: tuple[int, int, int], new: bool) -> tuple[list[Any], float]:
