@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import toy
-from layouts import BASE_SEED, CLIPPING, OPTIMIZERS, Run, check, copies, make_engine, own_iterator, specs
+from layouts import BASE_SEED, CLIPPING, OPTIMIZERS, Run, check, copies, make_engine, own_iterator, run_steps, specs
 from reference import Reference
 from torch import Tensor
 
@@ -37,20 +37,19 @@ def micro_batches() -> list[Any]:
     return batches
 
 
-def train(pipeline: dict[str, Any], zero: dict[str, Any], clipping: float) -> Run:
+def train(pipeline: dict[str, Any], zero: dict[str, Any], clipping: float, samples: int, accumulation: int) -> Run:
+    """samples: those of a micro-batch."""
     engine = make_engine(
         toy.model(tied=True),
         token_loss,
-        accumulation=ACCUMULATION,
+        accumulation=accumulation,
         clipping=clipping,
         pipeline=pipeline,
+        train_micro_batch_size_per_gpu=samples,
         zero_optimization={"reduce_bucket_size": 1500, **zero},
     )
-    data, losses, norms = own_iterator(engine, micro_batches()), [], []
-    for _ in range(STEPS):
-        losses.append(engine.train_batch(data).item())
-        norms.append(engine.get_global_grad_norm().item())
-    return losses, norms, copies(engine.module)
+    ids, labels = (torch.cat(tensors).split(samples) for tensors in zip(*micro_batches(), strict=True))
+    return run_steps(engine, own_iterator(engine, list(zip(ids, labels, strict=True))), STEPS)
 
 
 def by_calls(clipping: float) -> Run:
@@ -105,8 +104,19 @@ PIPELINES = [
 @pytest.mark.parametrize("clipping", [0.0, CLIPPING])
 @pytest.mark.parametrize("zero", [{"stage": 0}, {"stage": 1}, {"stage": 2, "reduce_per_micro_batch": True}], ids=str)
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=str)
-def test_gradients_are_those_of_one_batch(run_ranks, pipeline: dict[str, Any], zero: dict[str, Any], clipping: float):
-    check(run_ranks(DP * pipeline["stages"], train, pipeline, zero, clipping), on_one_process(clipping), DP)
+@pytest.mark.parametrize(("dp", "samples", "accumulation"), [(DP, toy.SAMPLES, ACCUMULATION), (1, 4, 3), (3, 1, 4)])
+def test_gradients_are_those_of_one_batch(
+    run_ranks,
+    pipeline: dict[str, Any],
+    zero: dict[str, Any],
+    clipping: float,
+    dp: int,
+    samples: int,
+    accumulation: int,
+):
+    """However the 12 samples of a step are split over replicas and micro-batches."""
+    ranks = run_ranks(dp * pipeline["stages"], train, pipeline, zero, clipping, samples, accumulation)
+    check(ranks, on_one_process(clipping), dp)
 
 
 def test_steps_by_calls_divide_by_all_tokens(run_ranks):
