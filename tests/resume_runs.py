@@ -17,6 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import parallel3d
 from parallel3d import DeepSpeedEngine as Engine
+from parallel3d.models import DecoderConfig, causal_lm_loss, decoder
 from parallel3d.pipe import PipelineModule
 
 BEFORE, AFTER, SAMPLES_IN_ALL = 5, 6, 20  # an epoch is 20 / 8 -> 3 steps: the break is within the second
@@ -59,6 +60,12 @@ class Norms(nn.Module):
         return nn.functional.cross_entropy(self.out(nn.functional.dropout(x, 0.3, self.training)), labels.flatten())
 
 
+def dropping_decoder() -> list[Any]:
+    """Return layers with dropout inside and between tensor-parallel regions."""
+    sizes = {"vocab_size": toy.VOCABULARY, "hidden_size": 16, "ffn_size": 32, "num_layers": 1, "num_heads": 2}
+    return decoder(DecoderConfig(**sizes, embedding_dropout=0.1, attention_dropout=0.2, residual_dropout=0.1))
+
+
 def make(case: str, seed: int, data: Any = None, micro_batch_size: int = 2) -> Engine:
     torch.manual_seed(seed)
     config: dict[str, Any] = {
@@ -77,6 +84,13 @@ def make(case: str, seed: int, data: Any = None, micro_batch_size: int = 2) -> E
             "zero_optimization": {"stage": 1, "reduce_bucket_size": 1500},
         },
         "bf16 zero2": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2, "reduce_bucket_size": 1500}},
+        "bf16 slices zero3": {
+            "train_micro_batch_size_per_gpu": 4,
+            "bf16": {"enabled": True},
+            "tensor_parallel": {"size": 2},
+            "pipeline": {"stages": 1},
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        },
         "whole tensors": {"optimizer": {"type": "Adafactor", "params": {"lr": 0.01}}},
         "own loader": {"scheduler": {"type": "MultiStepLR", "params": {"milestones": [2, 6, 8]}}},
         "momentum": {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, "pipeline": {"stages": 2}},
@@ -88,8 +102,10 @@ def make(case: str, seed: int, data: Any = None, micro_batch_size: int = 2) -> E
         model = Norms()
     else:
         config.setdefault("pipeline", {"stages": 2})
+        loss: Any = toy.cross_entropy
         items = specs(toy.model(tied=True, num_blocks=2, dropout=0.2))
-        loss = toy.cross_entropy
+        if case == "bf16 slices zero3":
+            items, loss = dropping_decoder(), causal_lm_loss
         model = PipelineModule(items, loss_fn=loss, seed_layers=True, base_seed=seed + BASE_SEED, config=config)
     replicas, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     if case == "own loader":
@@ -111,7 +127,8 @@ def steps(engine: Engine, number: int) -> list[Any]:
             seen.append((loss.hex(), float(engine.get_global_grad_norm()).hex(), engine.get_lr(), engine.loss_scale()))
     seen.append((engine.global_steps, engine.global_samples, engine.skipped_steps))
     seen.append([random.random(), float(np.random.rand()), float(torch.rand(()))])
-    seen.append({name: tensor.cpu().clone() for name, tensor in engine.module.state_dict().items()})
+    with parallel3d.zero.GatheredParameters(engine.module.parameters()):
+        seen.append({name: tensor.cpu().clone() for name, tensor in engine.module.state_dict().items()})
     return seen
 
 
