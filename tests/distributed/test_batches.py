@@ -71,7 +71,9 @@ def train_with_evaluations(pipeline: dict[str, Any], evaluate: bool) -> tuple[Ru
 
     def evaluation(number: int, **options: Any) -> None:
         if evaluate:
-            fresh = own_iterator(engine, [toy.micro_batch(1000 + g) for g in range(number * 2)])
+            times = len(seen) % 3 + 1  # as many samples as in training, then more
+            batches = [tuple(t.repeat(times, 1) for t in toy.micro_batch(1000 + g)) for g in range(number * 2)]
+            fresh = own_iterator(engine, batches)
             modes = [module.training for module in engine.module.modules()]
             seen.append(engine.eval_batch(fresh, num_micro_batches=number, **options))
             assert [module.training for module in engine.module.modules()] == modes
