@@ -65,6 +65,28 @@ def make_sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
+def parts_by(method: Any) -> tuple[list[int], str]:
+    """Return the layers of this rank's stage, and the table of all stages."""
+    module = PipelineModule([nn.Linear(4, 4) for _ in range(6)], num_stages=3, partition_method=method)
+    return sorted(map(int, module.layers)), module.partition_table
+
+
+GIVEN = [
+    ([0, 1, 5, 6], {"0": [0], "1-4": [1, 2, 3, 4], "5": [5]}),
+    ({"weights": [1, 1, 1, 3, 2, 1]}, {"0-2": [0, 1, 2], "3": [3], "4-5": [4, 5]}),
+]
+
+
+@pytest.mark.parametrize(("method", "parts"), GIVEN, ids=str)
+def test_stages_have_the_layers_of_bounds_and_weights_that_are_given(
+    run_ranks, method: Any, parts: dict[str, list[int]]
+) -> None:
+    """parts: layers of each stage, by how the table has them."""
+    for (layers, table), wanted in zip(run_ranks(3, parts_by, method), parts.values(), strict=True):
+        assert layers == wanted
+        assert [line.split()[1] for line in table.splitlines()[1:]] == list(parts)
+
+
 SIZE, SAMPLE, REPLICAS = 64, 1024, 2
 
 
