@@ -346,6 +346,9 @@ def fit_badly(directory: str) -> dict[str, Any]:
     thawed = Net(3, more=False)
     thawed.frozen.requires_grad_(True)
     found["thawed"] = refusal(plain(thawed).load_checkpoint, directory, tag="whole")
+    lacking = Net(3, more=False)
+    del lacking.frozen
+    found["lacking"] = refusal(plain(lacking).load_checkpoint, directory, tag="whole")
     found["nothing"] = None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -365,6 +368,7 @@ def test_what_does_not_fit_is_listed(run_ranks, tmp_path: Path) -> None:
     ):
         assert words in found["other"]
         assert any(words in line for line in found["told"])
+    assert "2 not known to the model: model/frozen.bias, model/frozen.weight" in found["lacking"]
     assert found["fitting"]
     assert found["left"]
     assert "optimizer AdamW, and this engine has SGD" in found["sgd"]

@@ -1,4 +1,4 @@
-"""One checkpoint, nine layouts: each loads it, goes on as one process would, and saves the same whole tensors."""
+"""One checkpoint, twelve layouts: each loads it, goes on as one process would, and saves the same whole tensors."""
 
 from __future__ import annotations
 
@@ -39,14 +39,15 @@ class Layout:
 
 FIRST = Layout(2, 2, 2, "2")
 LAYOUTS = [
-    Layout(pp=4, dp=2, zero="1"),
+    Layout(pp=4),
     Layout(),
-    Layout(pp=2, dp=2, zero="0", num_chunks=2),
+    Layout(pp=2, dp=2, zero="1", num_chunks=2),
     Layout(pp=2, tp=4, zero="2", sequence_parallel=True),  # with key and value heads on two ranks each
     Layout(dp=4, zero="2 per micro-batch"),
     Layout(pp=2, tp=2, dp=2, zero="3"),
 ]
-OTHERS = [FIRST, Layout(tp=2, dp=4, zero="1"), Layout(tp=4, dp=2, zero="2 per micro-batch"), Layout(dp=4, zero="2")]
+OTHERS = [FIRST, Layout(pp=4, dp=2, zero="1"), Layout(pp=2, dp=2, num_chunks=2)]
+OTHERS += [Layout(tp=2, dp=4, zero="1"), Layout(tp=4, dp=2, zero="2 per micro-batch"), Layout(dp=4, zero="2")]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
