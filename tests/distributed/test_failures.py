@@ -90,16 +90,24 @@ def check_ended(folder: Path, ranks: int) -> None:
 
 
 def launch(folder: Path, ranks: int, *arguments: str) -> str:
-    """Run the script by the launcher. Return its stderr when the job has failed and left nothing."""
+    """Run the script by the launcher. Return its stderr when the job has failed within a minute and left nothing."""
     (folder / "script.py").write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
     job = WarmProcess(
         folder, environment, "forked_ranks", "parallel3d.launcher", "--num_procs", str(ranks), "script.py", *arguments
     )
-    _, errors = job.communicate(timeout=100)
+    _, errors = job.communicate(timeout=60)
     assert job.returncode == 1, errors
     check_ended(folder, ranks)
     return errors
+
+
+def check_frames(output: str, rank: int, direction: str) -> None:
+    """The traceback of the rank has the lines of the user's script: the layer's, and what that calls."""
+    before = re.escape(f"[rank{rank}]: ")
+    for function, line in ((direction, "tire()"), ("tire", 'raise RuntimeError("the layer is tired")')):
+        place = rf'^{before}  File ".*/script.py", line \d+, in {function}$'
+        assert re.search(rf"{place}\n{before}    {re.escape(line)}$", output, re.MULTILINE), output
 
 
 def check_summary(errors: str, rank: int, instruction: str) -> None:
@@ -116,7 +124,9 @@ def check_summary(errors: str, rank: int, instruction: str) -> None:
 
 
 def test_a_layer_whose_forward_raises_ends_the_job(tmp_path: Path):
-    check_summary(launch(tmp_path, 3, "forward", "3", "1"), 1, "F3@1")
+    errors = launch(tmp_path, 3, "forward", "3", "1")
+    check_summary(errors, 1, "F3@1")
+    check_frames(errors, 1, "forward")
 
 
 def test_a_layer_whose_backward_raises_ends_all_ranks(tmp_path: Path, full: bool):
@@ -128,6 +138,7 @@ def test_a_layer_whose_backward_raises_ends_all_ranks(tmp_path: Path, full: bool
     assert ended.codes[2] == 1
     lines = [line for output in ended.outputs for line in output.splitlines() if place_of(2, "B3@1") in line]
     assert len(lines) == 1, ended.outputs
+    check_frames(ended.outputs[2], 2, "backward")
     if full:
         folder = tmp_path / "launched"
         folder.mkdir()
