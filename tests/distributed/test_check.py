@@ -110,10 +110,12 @@ def test_half_blocks_pass_in_3d(capsys: pytest.CaptureFixture[str]):
     assert code == 0, out + err
 
 
-def test_a_replica_that_drifts_is_found(capsys: pytest.CaptureFixture[str]):
-    code, out, err = run(capsys, "drifting", "--layouts", "dp2,m1", "--steps", "1")
+def test_a_replica_that_drifts_in_the_second_step_is_found(capsys: pytest.CaptureFixture[str]):
+    code, out, err = run(capsys, "drifting", "--layouts", "dp2,m1", "--steps", "2")
     assert code == 1, out + err
-    assert "first layer whose weights after step 1 differ: layers.1 Drifting (layers.1.weight by" in out
+    rows = [line.split() for line in out.splitlines() if line.split()[0].isdigit()]
+    assert [(row[0], row.count("pass") == 3, row[-1]) for row in rows] == [("1", True, "pass"), ("2", False, "FAIL")]
+    assert "first layer whose weights after step 2 differ: layers.1 Drifting (layers.1.weight by" in out
 
 
 def test_a_tolerance_of_the_users_own(capsys: pytest.CaptureFixture[str]):
