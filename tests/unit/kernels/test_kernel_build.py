@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from warm import run_codes
 
 from parallel3d.cli import main
@@ -224,6 +225,43 @@ def test_without_nvcc_the_command_says_what_to_do(
     assert main(["build-kernels"]) == 2
     assert "no nvcc" in (said := capsys.readouterr().err)
     assert "CUDA_HOME" in said
+
+
+TRAINS = """
+import shutil, warnings
+shutil.which = lambda *args, **kwargs: None
+import torch, parallel3d
+torch.manual_seed(3)
+config = {
+    "train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.01}},
+    "zero_optimization": {"stage": 1}, "kernels": {"optimizer_step": True}, "steps_per_print": None,
+}
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    model = parallel3d.pipe.PipelineModule([torch.nn.Linear(4, 4)], 1, loss_fn=torch.nn.functional.mse_loss)
+    engine, *_ = parallel3d.initialize(model=model, config=config)
+    print(*(engine.train_batch(iter([(torch.ones(2, 4), torch.zeros(2, 4))])).item() for _ in range(3)))
+print(*(warning.message for warning in caught), sep="\\n")
+"""
+
+
+def test_training_works_without_nvcc_and_ninja_with_one_warning(tmp_path: Path) -> None:
+    bare = dict.fromkeys(("CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES"), "")
+    bare |= {"PATH": "/nonexistent", "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    [done] = run_codes(TRAINS, tmp_path, [os.environ | bare])
+    assert done.returncode == 0, done.stderr
+    losses, warning = done.stdout.splitlines()
+    assert warning.startswith("kernels.optimizer_step: ")
+    torch.manual_seed(3)
+    model, wanted = torch.nn.Linear(4, 4), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(3):
+        loss = model(torch.ones(2, 4)).square().mean()
+        wanted.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert list(map(float, losses.split())) == pytest.approx(wanted, rel=1e-5)
 
 
 def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
