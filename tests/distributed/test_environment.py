@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
 import torch.distributed as dist
-from warm import run_codes
+from warm import THEN, run_codes, run_launcher
 
 from parallel3d.comm.environment import meet
 from parallel3d.errors import CommunicationError, PeerError
@@ -32,11 +33,30 @@ def run(folder: Path, script: str = SCRIPT, **variables: str) -> CompletedProces
     return done
 
 
-def test_srun_starts_a_world(tmp_path: Path):
-    job = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "127.0.0.1"}
+@pytest.fixture
+def trap(tmp_path: Path) -> Iterator[str]:
+    """Yield a PATH with an ssh that must not be called."""
+    ssh, called = tmp_path / "trap" / "ssh", tmp_path / "called"
+    ssh.parent.mkdir()
+    ssh.write_text(f"#!/bin/sh\necho $* >> {called}\nexit 1\n")
+    ssh.chmod(0o755)
+    yield f"{ssh.parent}{os.pathsep}{os.environ['PATH']}"
+    assert not called.exists(), called.read_text()
+
+
+def test_srun_starts_a_world(tmp_path: Path, trap: str):
+    job = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "127.0.0.1", "PATH": trap}
     ranks = [environment(**job, SLURM_PROCID=str(r), SLURM_LOCALID=str(r)) for r in range(2)]
     done = run_codes(SCRIPT, tmp_path, ranks)
     assert [rank.stdout.strip() for rank in done] == ["0 2", "1 2"], [rank.stderr for rank in done]
+
+
+def test_our_launcher_and_torchrun_start_the_same_world(tmp_path: Path, trap: str):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    ours = "parallel3d.launcher", "--num_procs", "2", "script.py"
+    torchrun = "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "script.py"
+    printed = run_launcher(tmp_path, *ours, THEN, *torchrun, environment=environment(PATH=trap))
+    assert sorted(printed.splitlines()) == ["0 2", "0 2", "1 2", "1 2"]
 
 
 def test_a_script_without_a_launcher_is_a_world_of_one(tmp_path: Path):
