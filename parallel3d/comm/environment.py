@@ -276,7 +276,8 @@ def local_device(backend: str | None = None) -> torch.device:
     if local_rank >= count:
         raise CommunicationError(
             f"local rank {local_rank} has no GPU of its own: {count} CUDA devices are visible; start at most {count} "
-            "processes on this host, or pass dist_backend='gloo' to train on the CPU"
+            "processes on this host (srun --gpus-per-task hides the others' GPUs from each: add --gpu-bind=none), or pass "
+            "dist_backend='gloo' to train on the CPU"
         )
     return torch.device("cuda", local_rank)
 

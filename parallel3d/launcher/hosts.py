@@ -50,8 +50,8 @@ def parse_hostfile(lines: Iterable[str]) -> dict[str, int]:
         if match[1] in hosts:
             raise ConfigError(f"hostfile: {match[1]} is there twice; give it one line with all its slots")
         hosts[match[1]] = int(match[2])
-    if not hosts:
-        raise ConfigError("hostfile: no host is in it; write lines as: worker-0 slots=4")
+    if not any(hosts.values()):
+        raise ConfigError("hostfile: no host with slots is in it; write lines as: worker-0 slots=4")
     return hosts
 
 

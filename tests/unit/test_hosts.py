@@ -48,6 +48,12 @@ def test_a_hostfile_gives_its_hosts_in_order(hosts: dict[str, int], data: st.Dat
         parse_hostfile(lines)
 
 
+@pytest.mark.parametrize("lines", [[], ["worker-0 slots=0", "worker-1 slots=0"]])
+def test_a_hostfile_without_slots_is_refused(lines: list[str]):
+    with pytest.raises(ConfigError, match="no host with slots is in it; write lines as: worker-0 slots=4"):
+        parse_hostfile(lines)
+
+
 @given(filters())
 def test_a_filter_includes_what_it_excludes_otherwise(case: tuple[dict[str, list[int]], list[tuple[str, list[int]]]]):
     """A slot is named if a word names it, or its host alone; hosts stay in the hostfile's order, and those without slots go."""
