@@ -33,7 +33,7 @@ _QUICK = 512  # most stages x stages x chunks of an alternative, so that its pro
 # more ranks, the search would be too slow.
 _NEARLY, _MOST_CHUNKS, _MOST_RANKS = 1.4, 16, 64
 # Nearer bounds are 1.5 to 3% below predictions; choosing policies by layer takes long where there is less to win.
-_LOOSE = 0.99
+_LOOSE = 0.995
 
 
 @dataclass(frozen=True)
