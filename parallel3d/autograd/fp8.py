@@ -298,21 +298,21 @@ class _Linears(torch.autograd.Function):
 
 def _cast_weights(
     weights: Sequence[Tensor], numbers: Sequence[Tensor], rowwise: bool, transposed: bool, after: Tensor
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return values and inverse scales of weights, or of their transposes, in fp8.
+) -> list[Tensor]:
+    """Return the values of weights, or of their transposes, in fp8, and then their inverse scales.
 
     after: not read; the dependence keeps the compiler from casting in the forward what only the backward needs.
     """
     casts = [LAYERS[int(number)].cast_weight(w, transposed) for w, number in zip(weights, numbers, strict=True)]
-    return [c.values for c in casts], [c.inverse_scale for c in casts]
+    return [*(c.values for c in casts), *(c.inverse_scale for c in casts)]
 
 
 def _fake_casts(
     weights: Sequence[Tensor], numbers: Any, rowwise: bool, transposed: bool, after: Tensor
-) -> tuple[list[Tensor], list[Tensor]]:
+) -> list[Tensor]:
     shaped = [weight.t() if transposed else weight for weight in weights]
     values = [weight.new_empty(weight.shape, dtype=E4M3) for weight in shaped]
-    return values, [w.new_empty((len(w), 1) if rowwise else (), dtype=torch.float32) for w in shaped]
+    return values + [w.new_empty((len(w), 1) if rowwise else (), dtype=torch.float32) for w in shaped]
 
 
 def _give_scaled(
@@ -323,26 +323,26 @@ def _give_scaled(
     rows: Sequence[Tensor | None],
     numbers: Sequence[Tensor],
     dtype: torch.dtype,
-) -> list[Tensor]:
+) -> Tensor:
     """Give the ports the gradients of weights (products of transposes in fp8) and of biases (sums of `rows`)."""
     for left, scale, row, number in zip(lefts, scales, rows, numbers, strict=True):
         product = ScaledProduct(Scaled(left, scale), Scaled(right, right_scale), dtype)
         PORTS[int(number)].give(product, None if row is None else RowSum(row))
-    return [gradient_of_token(right) for _ in numbers]
+    return gradient_of_token(right)
 
 
 _casts_of_weights = define(
     "fp8_weights",
-    "(Tensor[] weights, Tensor[] numbers, bool rowwise, bool transposed, Tensor after) -> (Tensor[], Tensor[])",
+    "(Tensor[] weights, Tensor[] numbers, bool rowwise, bool transposed, Tensor after) -> Tensor[]",
     _cast_weights,
     _fake_casts,
 )
 _scaled_given = define(
     "fp8_linears_given",
     "(Tensor[] lefts, Tensor[] scales, Tensor right, Tensor right_scale, Tensor?[] rows, Tensor[] numbers, ScalarType dtype) "
-    "-> Tensor[]",
+    "-> Tensor",
     _give_scaled,
-    lambda lefts, scales, right, right_scale, rows, numbers, dtype: [gradient_of_token(right) for _ in numbers],
+    lambda lefts, scales, right, *_: gradient_of_token(right),
     has_effects=True,
 )
 
@@ -363,8 +363,8 @@ class _InGraph(torch.autograd.Function):
         kept = (x, x) if columns is None else (columns.values, columns.inverse_scale)
         ctx.save_for_backward(*kept, *numbers, *ports, *weights)
         outputs = []
-        values, scales = _casts_of_weights(weights, numbers, rowwise, False, x)
-        for value, scale, bias in zip(values, scales, biases, strict=True):
+        casts = _casts_of_weights(weights, numbers, rowwise, False, x)
+        for value, scale, bias in zip(casts[:size], casts[size:], biases, strict=True):
             y = multiply(_made(rows), Scaled(value, scale), x.dtype)
             y = y if bias is None else y + bias
             # No view: torch refuses to change in place a view that an autograd function returns.
@@ -382,8 +382,8 @@ class _InGraph(torch.autograd.Function):
         casts = [cast(r, E5M2, rowwise, None, needs_x, casts_columns) for r in rows]
         dx: Any = None
         if needs_x:
-            values, scales = _casts_of_weights(weights, numbers, rowwise, True, gradients[0])
-            for (one, _), value, scale in zip(casts, values, scales, strict=True):
+            casts_of_weights = _casts_of_weights(weights, numbers, rowwise, True, gradients[0])
+            for (one, _), value, scale in zip(casts, casts_of_weights[:size], casts_of_weights[size:], strict=True):
                 part = multiply(_made(one), Scaled(value, scale), rows[0].dtype)
                 dx = part if dx is None else dx + part
             dx = dx.view(ctx.shape) if dx is not None else None
@@ -391,7 +391,7 @@ class _InGraph(torch.autograd.Function):
             columns = [_made(other) for _, other in casts]
             lefts, left_scales = [c.values for c in columns], [c.inverse_scale for c in columns]
             of_biases = [r if has else None for r, has in zip(rows, ctx.have_bias, strict=True)]
-            dtokens = _scaled_given(lefts, left_scales, kept, inverse_scale, of_biases, ports, ctx.dtype)
+            dtoken = _scaled_given(lefts, left_scales, kept, inverse_scale, of_biases, ports, ctx.dtype)
         else:
-            dtokens = linears_given(gradients, kept, ports, ctx.have_bias)
-        return None, dx, *[None] * (4 * size), *dtokens[: ctx.num_tokens]
+            dtoken = linears_given(gradients, kept, ports, ctx.have_bias)
+        return None, dx, *[None] * (4 * size), *[dtoken] * ctx.num_tokens

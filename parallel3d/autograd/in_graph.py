@@ -177,7 +177,7 @@ def _gradients_of_linears(
     numbers: Sequence[Tensor],
     leaves: bool,
     *boundary: Any,
-) -> tuple[Tensor, list[Tensor]]:
+) -> tuple[Tensor, Tensor]:
     ports = [PORTS[int(number)] for number in numbers]
     given = x if any(port.needs_weight for port in ports) else None
 
@@ -187,17 +187,17 @@ def _gradients_of_linears(
 
     hides = not ports[0].sink.is_deferring
     dx = backward_of_linears(_boundary(*boundary), leaves, given, weights, gradients, hides, give)
-    return x.new_empty(0) if dx is None else dx, [gradient_of_token(x) for _ in ports]
+    return x.new_empty(0) if dx is None else dx, gradient_of_token(x)
 
 
 def _give_linears(
     gradients: Sequence[Tensor], x: Tensor, numbers: Sequence[Tensor], have_bias: Sequence[bool]
-) -> list[Tensor]:
+) -> Tensor:
     entered = rows_of(x)
     for gradient, number, has_bias in zip(gradients, numbers, have_bias, strict=True):
         rows = rows_of(gradient)
         PORTS[int(number)].give(Product(rows, entered), RowSum(rows) if has_bias else None)
-    return [gradient_of_token(x) for _ in numbers]
+    return gradient_of_token(x)
 
 
 def _gradients_of_embedding(
@@ -211,26 +211,26 @@ _BOUNDARY = "bool leaves, str kind, int group, SymInt? length"
 
 _linears_backward = define(
     "linears_backward",
-    f"(Tensor?[] gradients, Tensor x, Tensor[] weights, Tensor[] numbers, {_BOUNDARY}) -> (Tensor, Tensor[])",
+    f"(Tensor?[] gradients, Tensor x, Tensor[] weights, Tensor[] numbers, {_BOUNDARY}) -> (Tensor, Tensor)",
     _gradients_of_linears,
-    lambda _, x, weights, numbers, *__: (
-        x.new_empty(x.shape if weights else 0),
-        [gradient_of_token(x) for _ in numbers],
-    ),
+    lambda _, x, weights, *__: (x.new_empty(x.shape if weights else 0), gradient_of_token(x)),
     has_effects=True,
 )
 linears_given = define(
     "linears_given",
-    "(Tensor[] gradients, Tensor x, Tensor[] numbers, bool[] have_bias) -> Tensor[]",
+    "(Tensor[] gradients, Tensor x, Tensor[] numbers, bool[] have_bias) -> Tensor",
     _give_linears,
-    lambda _, x, numbers, *__: [gradient_of_token(x) for _ in numbers],
+    lambda _, x, *__: gradient_of_token(x),
     has_effects=True,
 )
-_linears = define(
-    "linears",
-    f"(Tensor x, Tensor[] weights, Tensor?[] biases, {_BOUNDARY}) -> Tensor[]",
-    _forward_of_linears,
-    _fake_linears,
+_LINEARS = f"(Tensor x, Tensor[] weights, Tensor?[] biases, {_BOUNDARY})"
+_linears = define("linears", f"{_LINEARS} -> Tensor[]", _forward_of_linears, _fake_linears)
+# For one layer: with cpp_wrapper, graphs of PyTorch 2.11 can't unpack a list of one tensor, nor a list in a tuple.
+_linear = define(
+    "linear",
+    f"{_LINEARS} -> Tensor",
+    lambda *given: _forward_of_linears(*given)[0],
+    lambda *given: _fake_linears(*given)[0],
 )
 _embedding_backward = define(
     "embedding_backward",
@@ -253,7 +253,8 @@ class _Linears(torch.autograd.Function):
         ctx.have_bias = [bias is not None for bias in biases]
         ctx.save_for_backward(x, *numbers, *(weights if ctx.needs_input_grad[2] else ()))
         if boundary is not None:
-            return tuple(_linears(x, weights, biases, *boundary))
+            given = x, weights, biases, *boundary
+            return tuple(_linears(*given)) if size > 1 else (_linear(*given),)
         return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
@@ -262,11 +263,11 @@ class _Linears(torch.autograd.Function):
         numbers, weights, unused = others[: len(gradients)], others[len(gradients) :], [None] * len(gradients)
         dx: Tensor | None = None
         if ctx.boundary is not None:
-            dx, dtokens = _linears_backward(gradients, x, weights, numbers, *ctx.boundary)
+            dx, dtoken = _linears_backward(gradients, x, weights, numbers, *ctx.boundary)
         else:
             dx = multiply(list(zip(gradients, weights, strict=True))) if weights else None
-            dtokens = linears_given(gradients, x, numbers, ctx.have_bias)
-        return None, None, dx if weights else None, *unused, *unused, *unused, *dtokens[: ctx.num_tokens]
+            dtoken = linears_given(gradients, x, numbers, ctx.have_bias)
+        return None, None, dx if weights else None, *unused, *unused, *unused, *[dtoken] * ctx.num_tokens
 
 
 class _Embedding(torch.autograd.Function):

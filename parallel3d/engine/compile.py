@@ -59,8 +59,13 @@ class Compilation:
         torch.compile doesn't have.
         """
         model, config = self._model, self._config
-        given = {"backend": config.backend, "mode": config.mode, "dynamic": config.dynamic, **changes}
-        options = {key: value for key, value in given.items() if value is not None}
+        given = {
+            "backend": config.backend,
+            "mode": config.mode,
+            "dynamic": config.dynamic,
+            "options": {**config.options},
+        }
+        options = {key: value for key, value in {**given, **changes}.items() if value not in (None, {})}
         chosen = choice_rule(config.layers, model.layer_names, "compile.layers")
         try:
             torch.compile(lambda x: x, **options)
@@ -161,6 +166,8 @@ def torch_options(options: Mapping[str, Any], sliced: bool = False) -> dict[str,
     others = {key: value for key, value in options.items() if key not in ("mode", "options")}
     of_mode = torch._inductor.list_mode_options(options.get("mode", "default"), options.get("dynamic"))
     given = {**of_mode, **options.get("options", {}), **INDUCTOR_OPTIONS}
+    if given.get("cpp_wrapper"):  # for a backward, which is compiled later, PyTorch forgets what follows from it
+        given = {"triton.store_cubin": True, "triton.autotune_at_compile_time": True, **given}
     if sliced and not given.get("max_autotune"):
         given.setdefault("deterministic", True)
     return {**others, "options": given}

@@ -325,6 +325,7 @@ def test_an_engine_of_compiled_layers_leaves_no_memory(run_ranks):
             {"enabled": True, "mode": "fastest"},
             "torch.compile does not accept {'backend': 'inductor', 'mode': 'fastest'}",
         ),
+        ({"enabled": True, "options": {"cpp_wraper": True}}, "Unexpected optimization option cpp_wraper"),
         ({"enabled": True, "layers": ["Braking"]}, "Did you mean 'Breaking'?"),
     ],
 )

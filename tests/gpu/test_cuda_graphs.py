@@ -164,6 +164,13 @@ def test_graphs_of_a_decoder(schedule: str, precision: dict[str, Any], compiled:
     assert graphed_reserved <= 1.1 * reserved + 2**26, "CUDA graphs reserve more memory"
 
 
+def test_kernels_that_are_started_from_cpp_are_the_same():
+    """With weight gradients that are deferred. Not in fp8, where inductor fuses other operators."""
+    wrappers: tuple[dict[str, bool], ...] = {}, {"cpp_wrapper": True}
+    (wanted, _), (got, _) = (train_decoder("zb-h1", BF16, enabled=True, options=options) for options in wrappers)
+    assert all(map(torch.equal, got, wanted))
+
+
 def test_recomputed_blocks_of_a_plain_module_are_captured_unless_they_draw():
     graphed, plain = (train_plain(0.0, compiled) for compiled in (GRAPHS, {}))
     assert all(map(torch.equal, graphed, plain))

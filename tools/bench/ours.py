@@ -96,6 +96,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sequence_parallel", action="store_true")
     parser.add_argument("--shard_copies", action="store_true", help="its shards travel by copies beside the products")
     parser.add_argument("--compile", action="store_true", help="compile layers and loss")
+    parser.add_argument("--cpp", action="store_true", help="compiled layers start kernels from C++")
     parser.add_argument("--graphs", action="store_true", help="capture forwards and backwards as CUDA graphs")
     parser.add_argument("--fp8", action="store_true", help="compute linears of blocks in fp8")
     parser.add_argument("--cudnn", action="store_true", help="attention by cuDNN where it can")
@@ -136,7 +137,7 @@ def make_config(args: argparse.Namespace, cuda: bool) -> dict[str, Any]:
             "sequence_parallel": args.sequence_parallel,
             "peer_copies": args.shard_copies,
         },
-        "compile": {"enabled": args.compile, "cuda_graphs": args.graphs},
+        "compile": {"enabled": args.compile, "cuda_graphs": args.graphs, "options": {"cpp_wrapper": args.cpp}},
         "fp8": {"enabled": args.fp8},
         "attention": {"backend": ["cudnn", "flash", "efficient", "math"] if args.cudnn else "auto"},
         "zero_optimization": {"stage": args.zero, "reduce_per_micro_batch": per_micro_batch},

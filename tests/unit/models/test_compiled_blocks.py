@@ -92,7 +92,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Making inductor's kernels takes a minute."""
     if "backend" in metafunc.fixturenames:
         full = metafunc.config.getoption("full")
-        metafunc.parametrize("backend", ["aot_eager", "inductor"] if full else ["aot_eager"])
+        metafunc.parametrize("backend", ["aot_eager", "inductor", "cpp_wrapper"] if full else ["aot_eager"])
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -101,7 +101,10 @@ def test_a_compiled_block_breaks_no_graph_and_equals_a_plain_one(options: dict[s
     torch.compiler.reset()
     exact = backend == "aot_eager"
     plain, compiled = (make_block(options).to(torch.float32 if exact else torch.float64) for _ in range(2))
-    compiled.compile(**torch_options({"backend": backend}), fullgraph=True)
+    options = (
+        {"backend": "inductor", "options": {"cpp_wrapper": True}} if backend == "cpp_wrapper" else {"backend": backend}
+    )
+    compiled.compile(**torch_options(options), fullgraph=True)
     for mode in ("deferred", "fused", "whole"):
         for got, wanted in zip(train(compiled, mode), train(plain, mode), strict=True):
             tolerance = 0 if exact else 1e-12
