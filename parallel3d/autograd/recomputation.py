@@ -326,10 +326,6 @@ class _Region:
                     stack.enter_context(context)
                 self._function(*args, **kwargs)
         except _Done:
-            # Detached from the recomputation's graph; not within the contexts, where an operator may take longer.
-            for slot in [reference() for reference in self._slots]:
-                if slot is not None and slot.value is not None:
-                    slot.value = slot.value.detach()
             return
         raise ExecutionError(
             f"a region saved {len(self._slots)} tensors in its forward, but {number} in its recomputation; {_ADVICE}"
