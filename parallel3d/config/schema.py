@@ -78,7 +78,7 @@ class CompileConfig(Section, keys="compile"):
     backend: str = own_key("inductor", "a backend of torch.compile")
     mode: str | None = own_key(None, "a mode of torch.compile, or null")
     options: Params = own_key(
-        ReadOnlyMapping(), 'a mapping of inductor\'s options, such as {"cpp_wrapper": true}; not with a mode'
+        {}, 'a mapping of inductor\'s options, such as {"cpp_wrapper": true}; not with a mode', validate_default=True
     )
     dynamic: bool | None = own_key(
         None, "true for one graph for all shapes; else other shapes than the first run uncompiled"
