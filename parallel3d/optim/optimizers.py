@@ -101,28 +101,22 @@ class Lion(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            self._update(group)
+            lr, (beta1, beta2) = group["lr"], group["betas"]
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if not parameters:
+                continue
+            for p in parameters:
+                if "exp_avg" not in self.state[p]:
+                    self.state[p]["exp_avg"] = torch.zeros_like(p)
+            gradients = [p.grad for p in parameters]
+            moments = [self.state[p]["exp_avg"] for p in parameters]
+            updates = torch._foreach_lerp(moments, gradients, 1 - beta1)
+            torch._foreach_sign_(updates)
+            if group["weight_decay"]:
+                torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
+            torch._foreach_add_(parameters, updates, alpha=-lr)
+            torch._foreach_lerp_(moments, gradients, 1 - beta2)
         return loss
-
-    def _update(self, group: Mapping[str, Any]) -> None:
-        lr, (beta1, beta2) = group["lr"], group["betas"]
-        parameters = [p for p in group["params"] if p.grad is not None]
-        if not parameters:
-            return
-        gradients = [p.grad for p in parameters]
-        moments = [self._moment(p) for p in parameters]
-        updates = torch._foreach_lerp(moments, gradients, 1 - beta1)
-        torch._foreach_sign_(updates)
-        if group["weight_decay"]:
-            torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
-        torch._foreach_add_(parameters, updates, alpha=-lr)
-        torch._foreach_lerp_(moments, gradients, 1 - beta2)
-
-    def _moment(self, parameter: Tensor) -> Tensor:
-        state = self.state[parameter]
-        if "exp_avg" not in state:
-            state["exp_avg"] = torch.zeros_like(parameter)
-        return state["exp_avg"]
 
 
 _TORCH_CLASSES = classes_of(torch.optim, torch.optim.Optimizer)

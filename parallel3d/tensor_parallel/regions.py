@@ -153,23 +153,28 @@ def halves(size: int) -> tuple[slice, slice]:
 
 
 @dataclass(frozen=True)
-class ReplicatedBoundary(RegionBoundary):
-    """copy_to_region before a column layer: the input's gradient is all-reduced during the weight's product.
-
-    After a row layer it is the other way round: the outputs are all-reduced, in halves if they are large.
-    """
+class _GroupBoundary(RegionBoundary):
+    """A boundary where a group communicates. length: of the whole sequence, where its shards are gathered."""
 
     group: Group
+    length: int | None = None
 
     @property
     def described(self) -> tuple[str, int, int | None]:
         """The arguments of an operator."""
-        return "ReplicatedBoundary", self.group.number, None
+        return type(self).__name__, self.group.number, self.length
 
     @classmethod
-    def of(cls, group: int, length: int | None) -> ReplicatedBoundary:
+    def of(cls, group: int, length: int | None) -> RegionBoundary:
         """Return the boundary of the group with this number."""
-        return cls(GROUPS[group])
+        return cls(GROUPS[group], length)
+
+
+class ReplicatedBoundary(_GroupBoundary):
+    """copy_to_region before a column layer: the input's gradient is all-reduced during the weight's product.
+
+    After a row layer it is the other way round: the outputs are all-reduced, in halves if they are large.
+    """
 
     def enter(self, x: Tensor) -> Started:
         """[..., hidden], replicated, as it is."""
@@ -204,27 +209,13 @@ class ReplicatedBoundary(RegionBoundary):
         return finish
 
 
-@dataclass(frozen=True)
-class SequenceBoundary(RegionBoundary):
+class SequenceBoundary(_GroupBoundary):
     """all_gather before a column layer. The layer keeps the shard; its backward gathers it again, during the product for
     the input's gradient, and reduce-scatters that gradient during the weight's product.
 
     After a row layer it is the other way round: the outputs are reduce-scattered, in halves if they are large, and their
-    gradients gathered. length: of the whole sequence; by default the padding stays.
+    gradients gathered. Without a length the padding stays.
     """
-
-    group: Group
-    length: int | None
-
-    @property
-    def described(self) -> tuple[str, int, int | None]:
-        """The arguments of an operator."""
-        return "SequenceBoundary", self.group.number, self.length
-
-    @classmethod
-    def of(cls, group: int, length: int | None) -> SequenceBoundary:
-        """Return the boundary of the group with this number."""
-        return cls(GROUPS[group], length)
 
     def entered(self, shape: Sequence[int]) -> Sequence[int]:
         """[..., shard, in] -> [..., length, in]."""

@@ -10,17 +10,7 @@ from torch import nn
 
 from parallel3d.comm.collectives import Group, broadcast
 from parallel3d.errors import ExecutionError
-from parallel3d.zero.weights import ShardedWeights, WeightState, weights_of
-
-
-class _Replicas:
-    """The ranks that hold a parameter, or shards of it. Copies and pickles of the parameter don't have it."""
-
-    def __init__(self, group: Group):
-        self.group = group
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # NoneType() is None
+from parallel3d.zero.weights import ShardedWeights, Uncopied, WeightState, weights_of
 
 
 def describe_whole(parameter: nn.Parameter, replicas: Group) -> None:
@@ -29,7 +19,7 @@ def describe_whole(parameter: nn.Parameter, replicas: Group) -> None:
     replicas: the ranks that hold it.
     """
     attributes = {"ds_status": WeightState.GATHERED, "ds_shape": parameter.shape, "ds_numel": parameter.numel()}
-    vars(parameter).update({**attributes, **vars(parameter), "replicas": _Replicas(replicas)})
+    vars(parameter).update({**attributes, **vars(parameter), "replicas": Uncopied(replicas)})
 
 
 class GatheredParameters:
@@ -60,7 +50,7 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         own = dict.fromkeys(weights for p in self._parameters if (weights := weights_of(p)) is not None)
-        groups = [*(weights.partition for weights in own), *(vars(p)["replicas"].group for p in self._whole)]
+        groups = [*(weights.partition for weights in own), *(vars(p)["replicas"].value for p in self._whole)]
         for group in groups if self._modifier is not None else ():
             if self._modifier not in range(group.size):
                 raise ExecutionError(
@@ -100,7 +90,7 @@ class GatheredParameters:
 
 def _keep_changes(parameter: nn.Parameter, replica: int) -> None:
     """Copy what a replica has written into a whole parameter to the others. Collective."""
-    group: Group = vars(parameter)["replicas"].group
+    group: Group = vars(parameter)["replicas"].value
     values = parameter.detach().contiguous()
     broadcast(values, group.ranks[replica], group)
     parameter.data.copy_(values)

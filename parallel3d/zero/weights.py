@@ -56,6 +56,16 @@ def cut(offset: int, size: int, shard: slice) -> slice:
     return slice(start, max(start, min(offset + size, shard.stop) - shard.start))
 
 
+class Uncopied:
+    """Holds a value for a parameter's attribute; copies and pickles of the parameter have None there."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # NoneType() is None
+
+
 class ShardedWeights:
     """The weights of some parameters in one flat tensor, of which each rank of `partition` holds one shard.
 

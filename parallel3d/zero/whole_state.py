@@ -12,6 +12,7 @@ from parallel3d.comm.collectives import Group, all_gather_into, all_reduce
 from parallel3d.errors import ConfigError
 from parallel3d.zero.buckets import Bucket, ParameterShard
 from parallel3d.zero.memory import is_elementwise_state
+from parallel3d.zero.weights import Uncopied
 
 MASTER, GRADIENT = "the master", "the gradient"  # names that no optimizer has for a state
 # Kinds of state, by offload_states' names, that must be on the device to be read or written.
@@ -47,7 +48,8 @@ class WholeState:
 
     def attach(self, parameter: nn.Parameter) -> None:
         """Let `whole_state` find this object from the parameter. The parameter refers to it only weakly."""
-        vars(parameter)["whole_state"] = _Handle(self)
+        # Weak: Python's collector can't see a cycle through a parameter that the graph of a Port's token holds.
+        vars(parameter)["whole_state"] = Uncopied(weakref.ref(self))
 
     @torch.no_grad()
     def read(self, what: str, local: bool = False) -> Tensor | None:
@@ -155,18 +157,8 @@ class WholeState:
         return bucket.view(flat[:, :-1].reshape(-1), self._index).clone()
 
 
-class _Handle:
-    """A weak reference: Python's collector can't see a cycle through a parameter that the graph of a Port's token holds."""
-
-    def __init__(self, state: WholeState):
-        self.state = weakref.ref(state)
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Leave the state out of a copy or pickle of the parameter."""
-        return type(None), ()  # NoneType() is None
-
-
 def whole_state(parameter: nn.Parameter) -> WholeState | None:
     """Return the state of the training of a parameter; None if no engine trains it."""
-    found: _Handle | None = vars(parameter).get("whole_state")
-    return None if found is None else found.state()
+    found: Uncopied | None = vars(parameter).get("whole_state")
+    state: WholeState | None = None if found is None else found.value()
+    return state

@@ -129,16 +129,12 @@ class Weights:
 
     def elements(self, name: str, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of a flattened tensor; of a file only the rows with these are read."""
-        tensor = self._tensors[name]
-        shape = self._shape(name)
-        row = math.prod(shape[1:])
         if start >= stop:
             return torch.empty(0)
-        if not shape:
-            whole: Tensor = tensor[...]
-            return whole.reshape(1)
+        tensor, shape = self._tensors[name], self._shape(name)
+        row = math.prod(shape[1:])
         first = start // row
-        rows: Tensor = tensor[first : -(-stop // row)]
+        rows: Tensor = tensor[first : -(-stop // row)] if shape else tensor[...]
         return rows.reshape(-1)[start - first * row : stop - first * row]
 
 
