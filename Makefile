@@ -42,9 +42,9 @@ all-of-ci:
 train: $(PACKAGE)
 	$(BIN)/parallel3d --num_procs $(LAYOUT) examples/train_gpt.py --layout $(LAYOUT) $(ARGS)
 
-# Four at a time, because tests on many processes mostly wait; neighbours stay together, for what they share.
+# Three at a time, because tests on many processes often wait; neighbours stay together, for what they share.
 test: setup
-	$(BIN)/python -m pytest -n 4 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
 
 # What `make test` would compile in each of its processes at its start: the tests, and what they import. For a fresh checkout.
 compiled: setup

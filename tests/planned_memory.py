@@ -23,7 +23,7 @@ from parallel3d.pipe import units as pipe_units
 from parallel3d.planner.predict.chunk_memory import ChunkMemory, MemoryReplay
 from parallel3d.planner.predict.chunks import Chunks
 from parallel3d.planner.predict.memory import MemoryModel, Room
-from parallel3d.planner.predict.profile import ModelProfile, layer_units, stage_parameters
+from parallel3d.planner.predict.profile import ModelProfile, layer_units
 from parallel3d.planner.predict.program import Programs, make_buckets
 from parallel3d.planner.predict.sharded import sharded_weights
 from parallel3d.planner.search.result import StageMemory
@@ -161,7 +161,7 @@ def predict(
     memory, policy = MemoryModel(profile), profile.policy(layout.zero)
     placement = placement_of(layout.placement, layout.stages, layout.chunks)
     split = Chunks(layout, placement, bounds)
-    parameters = stage_parameters(profile.specs, profile.layers(layout.model_copy(update={"recompute": 0}), 1), split)
+    parameters = profile.stage_parameters(split)
     buckets = make_buckets(parameters, len(placement), policy, layout.replicas)
     profiles = profile.layers(layout, 1)
     units = layer_units(profile.specs, profiles)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -364,18 +365,9 @@ def receive_bytes(shape: Sequence[int], dtype: torch.dtype, rank: int, group: Gr
 
 
 # Messages of the RuntimeErrors that gloo raises when a peer is gone or a collective was given up.
-_GLOO_LOST = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Socket closed",
-    "Connection refused",
-    "Timed out waiting",
-    "Application timeout",
-    "Read error",
-    "Write error",
-    "ECONNRESET",
-    "no connected peer",
+_GLOO_LOST = re.compile(
+    "Connection (closed by peer|reset by peer|refused)|Broken pipe|Socket closed|Timed out waiting|Application timeout|"
+    "Read error|Write error|ECONNRESET|no connected peer"
 )
 
 
@@ -383,4 +375,4 @@ def is_lost_peer(error: BaseException) -> bool:
     """Return whether an exception is one that communication raises when another rank has ended."""
     if isinstance(error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _GLOO_LOST)
+    return isinstance(error, RuntimeError) and _GLOO_LOST.search(str(error)) is not None

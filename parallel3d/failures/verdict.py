@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from graphlib import CycleError, TopologicalSorter
+from itertools import groupby
 from math import inf
 
 
@@ -299,14 +300,8 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 def _listed(ranks: list[int]) -> str:
     """Format ranks: '0, 1, 2', or '0-63' for more than four in a row."""
-    parts: list[str] = []
-    start = 0
-    for k in range(1, len(ranks) + 1):
-        if k == len(ranks) or ranks[k] != ranks[k - 1] + 1:
-            run = ranks[start:k]
-            parts += [f"{run[0]}-{run[-1]}"] if len(run) > 4 else map(str, run)
-            start = k
-    return ", ".join(parts)
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0])]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 4 else ", ".join(map(str, run)) for run in runs)
 
 
 def situation(reports: Mapping[int, Report]) -> str:

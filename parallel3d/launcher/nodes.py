@@ -129,19 +129,11 @@ def starters(
 
 def _node_command(options: argparse.Namespace, hosts: Mapping[str, list[int]]) -> list[str]:
     """Return the command of the launcher on one of the hosts, without its index, which it gets from mpirun or srun."""
-    address = address_of(options, hosts)
     slots = "@".join(f"{host}:{','.join(map(str, own))}" for host, own in hosts.items())
     module = "parallel3d.launcher" + (".deepspeed" if options.prog == "deepspeed" else "")
-    command = [
-        sys.executable,
-        "-m",
-        module,
-        "--no_ssh",
-        "--hostfile=",
-        f"--ranks={options.ranks}" if options.ranks else f"--include={slots}",
-        f"--master_addr={address}",
-    ]
-    command.append(f"--master_port={options.master_port or PORT}")
+    ranks = f"--ranks={options.ranks}" if options.ranks else f"--include={slots}"
+    command = [sys.executable, "-m", module, "--no_ssh", "--hostfile=", ranks]
+    command += [f"--master_addr={address_of(options, hosts)}", f"--master_port={options.master_port or PORT}"]
     each = len(next(iter(hosts.values()))) if options.num_procs else None  # a layout's, divided among the hosts
     values = {"max_restarts": options.max_restarts, "num_procs": each, "log_dir": options.log_dir}
     values["log_level"] = options.log_level

@@ -173,7 +173,11 @@ class ModelProfile:
         """
         key = _slicing_of(chunks.layout), chunks.bounds, chunks.placement, merged
         if key not in self._parameters:
-            stages = stage_parameters(self.specs, self._under("none", key[0], 1), chunks)
+            # As in PipelineModule.parameter_infos.
+            chunk_of = [chunk for chunk in range(len(chunks.placement)) for _ in chunks.span(chunk)]
+            ties, layers = TieIndex(self.specs, chunk_of.__getitem__), self._under("none", key[0], 1)
+            builders = ({ties.builder[k] for k in chunks.layers_on(s)} for s in range(max(chunks.placement) + 1))
+            stages = [_in_order(ties, layers, sorted(own)) for own in builders]
             self._parameters[key] = list(map(_merged_by_owners, stages)) if merged else stages
         return self._parameters[key]
 
@@ -209,16 +213,6 @@ def _slicing_of(layout: Layout) -> Slicing:
 def frozen_infos(layers: Sequence[LayerProfile], owned: Iterable[int]) -> list[ParameterInfo]:
     """Return the frozen parameters of a stage, which has these layers."""
     return [ParameterInfo("", parameter, (0,), k) for k in owned for _, parameter in layers[k].frozen]
-
-
-def stage_parameters(
-    specs: Sequence[Layer], layers: Sequence[LayerProfile], chunks: Chunks
-) -> list[list[ParameterInfo]]:
-    """Return each stage's trainable parameters, as in PipelineModule.parameter_infos."""
-    chunk_of = [chunk for chunk in range(len(chunks.placement)) for _ in chunks.span(chunk)]
-    ties = TieIndex(specs, chunk_of.__getitem__)
-    builders = ({ties.builder[k] for k in chunks.layers_on(stage)} for stage in range(max(chunks.placement) + 1))
-    return [_in_order(ties, layers, sorted(own)) for own in builders]
 
 
 def _in_order(ties: TieIndex, layers: Sequence[LayerProfile], builders: Sequence[int]) -> list[ParameterInfo]:

@@ -188,11 +188,8 @@ class Planner:
         are below the shortest that fits. autos: by layout as named, to which this adds.
         """
         space, bounds, layout = self.space, search.bounds.seconds, step.layout
-        own = {
-            name: getattr(layout, name)
-            for name in ("stages", "tensor_ranks", "sequence_parallel", "micro_batch", "zero")
-        }
-        rows = np.all([getattr(space, name) == value for name, value in own.items()], axis=0)
+        names = "stages", "tensor_ranks", "sequence_parallel", "micro_batch", "zero"
+        rows = np.all([getattr(space, name) == getattr(layout, name) for name in names], axis=0)
         order = np.flatnonzero(rows & np.isfinite(bounds))
         for k in order[np.argsort(bounds[order], kind="stable")]:
             best = min((auto.seconds for auto in autos.values() if auto is not None and auto.fits), default=np.inf)
