@@ -33,6 +33,7 @@ class Tape(TorchDispatchMode):
         self._steps: list[Callable[[], Any]] = []
         self._own: set[int] = set()
         self._before: list[tuple[Tensor, Tensor]] = []
+        self._empty: list[Any] = []  # memory that stays the graph's, even if no operator uses it
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -64,6 +65,7 @@ class Tape(TorchDispatchMode):
         new = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and not set(_storages(leaf)) & aliased]
         self._own |= set(_storages(new))
         if "empty" in str(function):  # no kernel
+            self._empty.append(result)
             return result.zero_()  # may be indices
         places = _storages((args, kwargs))
         self._steps.append(partial(self._again, function, args, kwargs, places, result, [*written, *new]))

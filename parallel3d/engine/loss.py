@@ -26,9 +26,15 @@ class LossShare:
 
     @staticmethod
     def of(
-        losses: Sequence[Tensor], counts: Sequence[Tensor], groups: ProcessGroups, device: torch.device
+        losses: Sequence[Tensor],
+        counts: Sequence[Tensor],
+        groups: ProcessGroups,
+        device: torch.device,
+        weight: float = 1.0,
     ) -> LossShare:
-        """Add up losses, and counts if there are any, each multiplied by the weight that its gradient had.
+        """Add up losses, and counts if there are any.
+
+        weight: multiplies all, so that each loss has the weight that its gradient had.
 
         Raises ConfigError if there are counts for only some of the losses.
         """
@@ -40,9 +46,12 @@ class LossShare:
         zero = torch.zeros((), dtype=torch.float64, device=device)
         if groups.coordinate("model") > 0:
             losses, counts = [], []
-        total = sum((loss.double().reshape(()) for loss in losses), zero)
+        total, count = (
+            torch.stack([tensor.reshape(()) for tensor in given]).double().sum() * weight if given else zero
+            for given in (losses, counts)
+        )
         if counts:
-            return LossShare(total, sum(counts, zero), True)
+            return LossShare(total, count, True)
         # A replica's share does not depend on its number of losses.
         return LossShare(total, torch.full_like(zero, 1.0 / groups.data.size if losses else 0.0), False)
 

@@ -216,9 +216,8 @@ class BatchRunner:
 
     def share(self, batch: Batch, result: BatchResult) -> LossShare:
         """Return this rank's part of the batch's loss."""
-        given = (result.losses.values(), result.counts.values())
-        losses, counts = ([t.double() * batch.loss_weight for t in tensors] for tensors in given)
-        return LossShare.of(losses, counts, self._groups, self._model.device)
+        losses, counts = list(result.losses.values()), list(result.counts.values())
+        return LossShare.of(losses, counts, self._groups, self._model.device, batch.loss_weight)
 
     def average_loss(self, batch: Batch, result: BatchResult) -> Tensor:
         """Return the mean loss over micro-batches and replicas, on every rank."""

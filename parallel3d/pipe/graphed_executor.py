@@ -54,7 +54,8 @@ class _Mode(Enum):
 class _CapturedWork:
     """Captured work of an instruction.
 
-    - inputs, outputs: tensors at the addresses where the graph reads and writes.
+    - inputs, outputs: tensors at the addresses where the graph reads and writes. They don't keep this memory, which graphs
+      that are captured later use, too.
     - given: structures of a forward's inputs and labels. structure: of its output.
     - held: parameters whose accumulators hold a gradient before it; arrives: those that hold one from then on.
     - drawing: layers that draw random numbers; None before the first replay.
@@ -265,13 +266,13 @@ class GraphedExecutor(Executor):
         try:
             with self._graphs.capture(layers) as graph:
                 static = [torch.empty_like(tensor.detach()) for tensor in tensors]
-                # Aliases with version counters of their own: autograd watches those of the tensors that it saves.
-                inputs = [tensor.data for tensor in static]
                 outputs = run(static)
         except Exception as error:
             raise ExecutionError(f"it can't be captured as a CUDA graph: {first_line_of(error)}; {REMEDY}") from error
         finally:
             self._batch = batch
+        # Not the tensors themselves: autograd watches the version counters of those that it saves.
+        inputs, outputs = (list(map(_borrowed, tensors)) for tensors in (static, outputs))
         work = self._works[i] = _CapturedWork(graph, inputs, outputs, touched, sink.touched() - touched)
         return work
 
@@ -287,8 +288,8 @@ class GraphedExecutor(Executor):
                 f"a micro-batch of other shapes has given gradients to other parameters than a CUDA graph expects; {REMEDY}"
             )
         with torch.no_grad():
-            for static, tensor in zip(work.inputs, tensors, strict=True):
-                static.copy_(tensor)
+            if work.inputs:
+                torch._foreach_copy_(work.inputs, list(tensors))
         drawing = self._layers(i.chunk) if work.drawing is None else work.drawing
         for layer in drawing:
             self._batch.streams[i.micro_batch](layer)
@@ -304,3 +305,10 @@ class GraphedExecutor(Executor):
             work.drawing = self._graphs.drew(drawing)
         sink.replayed(work.arrives)
         return [output.clone() for output in work.outputs]
+
+
+def _borrowed(tensor: Tensor) -> Tensor:
+    """Return a tensor at the same memory, which does not keep it."""
+    storage = tensor.untyped_storage()
+    borrowed = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+    return tensor.new_empty(0).set_(borrowed, tensor.storage_offset(), tensor.shape, tensor.stride())
