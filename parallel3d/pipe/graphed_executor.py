@@ -87,6 +87,8 @@ class GraphedExecutor(Executor):
         self._mode, self._warm_up, self._has_released = _Mode.EAGER, _WarmUp(), False
         self.forget()
         super().__init__(*args, **kwargs)
+        for op in (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT):
+            self._run[op] = partial(self._graphed_backward, self._run[op])
 
     def forget(self) -> None:
         """Drop the graphs, because the memory that they read or write is about to move, or other work is to be captured."""
@@ -216,34 +218,18 @@ class GraphedExecutor(Executor):
         work.given, work.structure = (inputs[0], labels[0]), structure
         return work
 
-    def _backward(self, i: Instruction, reduces: Sequence[Instruction]) -> None:
-        if self._runs_graph(i, partial(super()._backward, i, ())):
-            self._reducer.launch(reduces)
-        else:
-            super()._backward(i, reduces)
-
-    def _backward_input(self, i: Instruction) -> None:
-        if not self._runs_graph(i, partial(super()._backward_input, i)):
-            super()._backward_input(i)
-
-    def _backward_weight(self, i: Instruction, reduces: Sequence[Instruction]) -> None:
-        if self._runs_graph(i, partial(super()._backward_weight, i, ())):
-            self._reducer.launch(reduces)
-        else:
-            super()._backward_weight(i, reduces)
-
-    def _runs_graph(self, i: Instruction, run: Callable[[], None]) -> bool:
-        """Run a backward by a graph, and return True, if the forward was one. run: does the same without a graph."""
+    def _graphed_backward(self, run: Callable[..., None], i: Instruction, **reduces: Sequence[Instruction]) -> None:
+        """Run a backward by a graph, if the forward was one. run: runs it without."""
         cell, before = (i.chunk, i.micro_batch), (i.chunk - 1, i.micro_batch)
         if cell not in self._graphed:
-            return False
+            return run(i, **reduces)
         passes_on = i.op is not Op.BACKWARD_WEIGHT  # gradients of the next chunk to the previous one
         tensors = self._gradients.pop(cell) if passes_on else []
 
         def backward(static: list[Tensor]) -> list[Tensor]:
             if passes_on:
                 self._gradients[cell] = static
-            run()
+            run(i, **dict.fromkeys(reduces, ()))
             return self._gradients.pop(before, []) if passes_on else []
 
         work = self._capture(i, tensors, backward) if self._mode is _Mode.CAPTURE else self._works[i]
@@ -251,7 +237,9 @@ class GraphedExecutor(Executor):
         results = self._replay(i, work, tensors)
         if passes_on and i.chunk:
             self._gradients[before] = results
-        return True
+        for launched in reduces.values():
+            self._reducer.launch(launched)
+        return None
 
     def _layers(self, chunk: int) -> list[int]:
         return [call.layer for calls, _ in self._module.calls.groups(chunk) for call in calls]

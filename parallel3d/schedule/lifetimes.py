@@ -127,17 +127,13 @@ def _is_inside(event: tuple[int, Op, int], start: int, end: int) -> bool:
 
 def _events(
     uses: Sequence[Use], sizes: Mapping[int, int], limits: LiveLimits, freed: Sequence[int]
-) -> Iterator[tuple[int, Op, int]]:
-    """Yield (run before which it happens, GATHER_PARAMS or RELEASE_PARAMS, unit) in the order of a rank's list."""
+) -> list[tuple[int, Op, int]]:
+    """Return (run before which it happens, GATHER_PARAMS or RELEASE_PARAMS, unit) in the order of a rank's list."""
     residencies = sorted(_residencies(uses, sizes, limits, freed), key=lambda r: r.first)
-    gathers: dict[int, list[int]] = {}  # run -> the units that are gathered before it
-    releases: dict[int, list[int]] = {}
-    for residency, start in zip(residencies, _starts(residencies, sizes, limits, freed), strict=True):
-        gathers.setdefault(start, []).append(residency.unit)
-        releases.setdefault(residency.last + 1, []).append(residency.unit)
-    for run in range(len(uses) + 1):
-        yield from ((run, Op.RELEASE_PARAMS, unit) for unit in releases.get(run, ()))
-        yield from ((run, Op.GATHER_PARAMS, unit) for unit in gathers.get(run, ()))
+    starts = _starts(residencies, sizes, limits, freed)
+    releases = [(r.last + 1, Op.RELEASE_PARAMS, r.unit) for r in residencies]
+    gathers = [(start, Op.GATHER_PARAMS, r.unit) for r, start in zip(residencies, starts, strict=True)]
+    return sorted(releases + gathers, key=lambda event: event[0])  # stable: what is released before a run comes first
 
 
 def _starts(
