@@ -101,10 +101,10 @@ def test_a_compiled_block_breaks_no_graph_and_equals_a_plain_one(options: dict[s
     torch.compiler.reset()
     exact = backend == "aot_eager"
     plain, compiled = (make_block(options).to(torch.float32 if exact else torch.float64) for _ in range(2))
-    options = (
+    chosen: dict[str, Any] = (
         {"backend": "inductor", "options": {"cpp_wrapper": True}} if backend == "cpp_wrapper" else {"backend": backend}
     )
-    compiled.compile(**torch_options(options), fullgraph=True)
+    compiled.compile(**torch_options(chosen), fullgraph=True)
     for mode in ("deferred", "fused", "whole"):
         for got, wanted in zip(train(compiled, mode), train(plain, mode), strict=True):
             tolerance = 0 if exact else 1e-12
