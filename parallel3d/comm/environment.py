@@ -268,9 +268,14 @@ def get_local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
 
 
+def world_backend() -> str:
+    """Return 'nccl' if the world has it, also beside another backend or as torch's default for GPUs; else 'gloo'."""
+    return "nccl" if "nccl" in dist.get_backend_config() else "gloo"
+
+
 def local_device(backend: str | None = None) -> torch.device:
     """Return the device of this rank: its own GPU under NCCL, else the CPU. Raises CommunicationError without a GPU."""
-    if (backend or dist.get_backend()) != "nccl":
+    if (backend or world_backend()) != "nccl":
         return torch.device("cpu")
     count, local_rank = torch.cuda.device_count(), get_local_rank()
     if local_rank >= count:

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from parallel3d.activity import Activity
 from parallel3d.comm.collectives import Group, ImaginedGroup, Work
-from parallel3d.comm.environment import get_world_size, init_distributed
+from parallel3d.comm.environment import get_world_size, init_distributed, world_backend
 from parallel3d.comm.topology import ProcessTopology, pipelines_of
 from parallel3d.errors import CommunicationError, TopologyError
 from parallel3d.membership import PROOF_BYTES, TOKEN, proof
@@ -48,7 +48,7 @@ class ProcessGroups:
         everyone = tuple(range(world_size))
         handles = (None, None) if world_size == 1 else (dist.group.WORLD, dist.new_group(backend="gloo"))
         for handle in handles:
-            if handle is not None and dist.get_backend(handle) == "gloo":
+            if handle is not None and (handle is not dist.group.WORLD or self.backend == "gloo"):
                 prove_membership(handle)
         self.world, self.control = (self._group(everyone, handle) for handle in handles)
         self.pipe = self._axis("pipe")
@@ -70,7 +70,7 @@ class ProcessGroups:
     @property
     def backend(self) -> str:
         """Name of the backend: 'nccl' or 'gloo'."""
-        return str(dist.get_backend())
+        return world_backend()
 
     def coordinate(self, axis: str, rank: int | None = None) -> int:
         """Return the position of a rank (default: this one) along an axis; 0 if the topology doesn't have the axis."""
@@ -90,8 +90,8 @@ class ProcessGroups:
         streaming multiprocessors, that a kernel of the group uses. backend: the world's by default; "gloo" for a group on the
         host.
         """
-        options = None
-        if max_ctas is not None and self.backend == "nccl":
+        options, backend = None, backend or self.backend
+        if max_ctas is not None and backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options.config.max_ctas = max_ctas
         mine = self.alone()
@@ -100,7 +100,7 @@ class ProcessGroups:
                 continue
             handle = dist.new_group(list(ranks), backend=backend, pg_options=options)
             if self.rank in ranks:
-                if "gloo" in (backend, self.backend):
+                if backend == "gloo":
                     prove_membership(handle)
                 mine = self._group(ranks, handle)
         return mine

@@ -37,6 +37,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> ProcessGroups:
     monkeypatch.setattr(comm_groups, "init_distributed", lambda: None)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo")
     groups = ProcessGroups(ProcessTopology(["pipe"], [1]))
     groups.pipe = Group((0, 1), cast(Any, object()))
     return groups
