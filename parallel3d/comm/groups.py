@@ -46,11 +46,11 @@ class ProcessGroups:
         self.activity, self.own_streams = Activity(), OwnStreams()
         self._mapped = WeakIdKeyDictionary()
         everyone = tuple(range(world_size))
-        handles = (None, None) if world_size == 1 else (dist.group.WORLD, dist.new_group(backend="gloo"))
-        for handle in handles:
-            if handle is not None and (handle is not dist.group.WORLD or self.backend == "gloo"):
+        world, control = (None, None) if world_size == 1 else (dist.group.WORLD, dist.new_group(backend="gloo"))
+        for handle in (world if self.backend == "gloo" else None, control):
+            if handle is not None:
                 prove_membership(handle)
-        self.world, self.control = (self._group(everyone, handle) for handle in handles)
+        self.world, self.control = self._group(everyone, world), self._group(everyone, control)
         self.pipe = self._axis("pipe")
         self.data = self._axis("data")
         self.model = self._axis("model")

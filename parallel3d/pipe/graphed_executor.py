@@ -219,7 +219,10 @@ class GraphedExecutor(Executor):
         return work
 
     def _graphed_backward(self, run: Callable[..., None], i: Instruction, **reduces: Sequence[Instruction]) -> None:
-        """Run a backward by a graph, if the forward was one. run: runs it without."""
+        """Run a backward by a graph, if the forward was one.
+
+        run: runs it without a graph. reduces: the argument of that name, which `run` takes unless it is a BACKWARD_INPUT.
+        """
         cell, before = (i.chunk, i.micro_batch), (i.chunk - 1, i.micro_batch)
         if cell not in self._graphed:
             return run(i, **reduces)
@@ -259,7 +262,7 @@ class GraphedExecutor(Executor):
             raise ExecutionError(f"it can't be captured as a CUDA graph: {first_line_of(error)}; {REMEDY}") from error
         finally:
             self._batch = batch
-        # Not the tensors themselves: autograd watches the version counters of those that it saves.
+        # Borrowed also because autograd watches the version counters of the tensors that it saves: replays change them.
         inputs, outputs = (list(map(_borrowed, tensors)) for tensors in (static, outputs))
         work = self._works[i] = _CapturedWork(graph, inputs, outputs, touched, sink.touched() - touched)
         return work
