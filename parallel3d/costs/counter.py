@@ -226,6 +226,7 @@ class OperatorCounter(TorchDispatchMode):
         self.peak_with_others = self.nbytes + self._others
 
     def _free_other(self, nbytes: int) -> None:
+        self._update_peaks(sum(self._pending.values()))  # the current kernel has read it
         self._others -= nbytes
 
     def _end_kernel(self) -> None:

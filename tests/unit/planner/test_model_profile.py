@@ -176,6 +176,14 @@ def test_compiled_work_moves_less_and_multiplies_as_much():
     assert fused.forward.kernels < plain.forward.kernels
 
 
+def test_a_compiled_loss_holds_the_logits_beside_their_gradient():
+    *_, head = decoder_profile(changes={"compile": {"enabled": True}}).layers()
+    logits = 2 * SEQ * VOCAB
+    assert head.loss is not None
+    assert head.loss.inputs[0] == logits
+    assert 2 * logits < head.loss.whole.sole_peak < 2.1 * logits
+
+
 def test_recomputed_layers_run_their_forward_again():
     model = decoder_profile()
     plain, again = model.layers(Layout(micro_batch=2)), model.layers(Layout(micro_batch=2, recompute=1))
