@@ -166,6 +166,9 @@ def torch_options(options: Mapping[str, Any], sliced: bool = False) -> dict[str,
     others = {key: value for key, value in options.items() if key not in ("mode", "options")}
     of_mode = torch._inductor.list_mode_options(options.get("mode", "default"), options.get("dynamic"))
     given = {**of_mode, **options.get("options", {}), **INDUCTOR_OPTIONS}
+    from parallel3d.autograd.recomputed_swiglu import RecomputedSwiGLU  # imports the compiler, which takes a second
+
+    given.setdefault("post_grad_custom_post_pass", RecomputedSwiGLU())
     if given.get("cpp_wrapper"):  # for a backward, which is compiled later, PyTorch forgets what follows from it
         given = {"triton.store_cubin": True, "triton.autotune_at_compile_time": True, **given}
     if sliced and not given.get("max_autotune"):

@@ -45,11 +45,23 @@ def _forward(gate_up: Tensor) -> Tensor:
 def _backward(gradient: Tensor, gate_up: Tensor) -> Tensor:
     if not _has_kernel(gate_up):
         return swiglu_backward_ref(gradient, gate_up)
+    return _run_backward(gradient, gate_up, recomputes=False)[0]
+
+
+def _backward_and_result(gradient: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    if not _has_kernel(gate_up):
+        return swiglu_backward_ref(gradient, gate_up), _forward(gate_up)
+    return _run_backward(gradient, gate_up, recomputes=True)
+
+
+def _run_backward(gradient: Tensor, gate_up: Tensor, recomputes: bool) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
+    result = torch.empty_like(gradient, memory_format=torch.contiguous_format) if recomputes else out
     from parallel3d.kernels.swiglu_triton import swiglu_backward
 
-    swiglu_backward[_grid(gradient)](gradient.contiguous(), gate_up.contiguous(), out, gradient.shape[-1], BLOCK=_BLOCK)
-    return out
+    sizes = {"size": gradient.shape[-1], "BLOCK": _BLOCK, "RECOMPUTES": recomputes}
+    swiglu_backward[_grid(gradient)](gradient.contiguous(), gate_up.contiguous(), out, result, **sizes)
+    return out, result
 
 
 # torch.compile, traces on fake tensors and dispatch modes see one operator in the forward and one in the backward.
@@ -64,6 +76,16 @@ _swiglu_backward = define(
     "(Tensor gradient, Tensor gate_up) -> Tensor",
     _backward,
     lambda gradient, gate_up: torch.empty_like(gate_up, memory_format=torch.contiguous_format),
+)
+# For a backward that recomputes the result: it reads gate_up once.
+_swiglu_backward_and_result = define(
+    "swiglu_backward_and_result",
+    "(Tensor gradient, Tensor gate_up) -> (Tensor, Tensor)",
+    _backward_and_result,
+    lambda gradient, gate_up: (
+        torch.empty_like(gate_up, memory_format=torch.contiguous_format),
+        torch.empty_like(gradient),
+    ),
 )
 
 

@@ -16,8 +16,8 @@ def swiglu_forward(gate_up, out, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def swiglu_backward(gradient, gate_up, out, size, BLOCK: tl.constexpr):
-    """gradient: [rows, size], gate_up: [rows, 2 size] -> out: [rows, 2 size]."""
+def swiglu_backward(gradient, gate_up, out, result, size, BLOCK: tl.constexpr, RECOMPUTES: tl.constexpr):
+    """gradient: [rows, size], gate_up: [rows, 2 size] -> out: [rows, 2 size]; if RECOMPUTES, also result: [rows, size]."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
@@ -27,3 +27,5 @@ def swiglu_backward(gradient, gate_up, out, size, BLOCK: tl.constexpr):
     sigmoid = tl.sigmoid(gate)
     tl.store(out + row * 2 * size + column, given * up * sigmoid * (1 + gate * (1 - sigmoid)), inside)
     tl.store(out + row * 2 * size + size + column, given * gate * sigmoid, inside)
+    if RECOMPUTES:
+        tl.store(result + row * size + column, gate * sigmoid * up, inside)

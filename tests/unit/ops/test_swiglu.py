@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, library
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parallel3d.autograd.selective import recomputed_in_graph
+from parallel3d.engine.compile import torch_options
 from parallel3d.kernels.swiglu import swiglu
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -54,7 +58,8 @@ def test_strided_and_empty_inputs(device: str) -> None:
 def test_the_operator_keeps_torchs_rules() -> None:
     x = torch.randn(3, 14, dtype=torch.float64)
     library.opcheck(torch.ops.parallel3d.swiglu.default, (x,))
-    library.opcheck(torch.ops.parallel3d.swiglu_backward.default, (x[:, :7].contiguous(), x))
+    for backward in (torch.ops.parallel3d.swiglu_backward, torch.ops.parallel3d.swiglu_backward_and_result):
+        library.opcheck(backward.default, (x[:, :7].contiguous(), x))
     assert torch.autograd.gradcheck(swiglu, (x.requires_grad_(),))
 
 
@@ -103,3 +108,33 @@ def test_compiled_it_is_one_node_and_right() -> None:
     (right,) = torch.autograd.grad(plain(x).sum(), x)
     assert torch.allclose(y, plain(x) + 1)
     assert torch.allclose(dx, right, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("after", "is_joined"),
+    [(torch.Tensor.contiguous, True), (torch.square, False)],  # whose gradient is computed from the result
+    ids=["product", "square"],
+)
+def test_a_compiled_backward_recomputes_it_in_the_kernel_of_its_gradient(
+    device: str, after: Callable[[Tensor], Tensor], is_joined: bool
+) -> None:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    x, w, given = (torch.randn(*shape, device=device) for shape in ((3, 14), (7, 5), (3, 5)))
+    leaves = x.requires_grad_(), w.requires_grad_()
+
+    def project(x: Tensor, w: Tensor) -> Tensor:
+        return after(swiglu(x)) @ w
+
+    region = recomputed_in_graph(project, "cheap")
+    compiled = torch.compile(region, fullgraph=True, **torch_options({"backend": "inductor"}))
+    torch.autograd.grad(compiled(*leaves), leaves, given)
+    y = compiled(*leaves)
+    with profile(activities=[ProfilerActivity.CPU]) as backward:
+        gradients = torch.autograd.grad(y, leaves, given)
+    names = {event.key for event in backward.key_averages() if event.key.startswith("parallel3d::")}
+    apart, joined = {"parallel3d::swiglu", "parallel3d::swiglu_backward"}, {"parallel3d::swiglu_backward_and_result"}
+    assert names == (joined if is_joined else apart)
+    for got, wanted in zip(gradients, torch.autograd.grad(project(*leaves), leaves, given), strict=True):
+        torch.testing.assert_close(got, wanted)
