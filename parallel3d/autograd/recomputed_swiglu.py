@@ -11,10 +11,10 @@ from torch.fx import Graph, Node
 
 
 class RecomputedSwiGLU(CustomGraphPass):
-    """Puts one operator in place of two that read the same gate and up."""
+    """Puts one operator in place of SwiGLU and its backward on the same tensor, unless the gradient needs the result."""
 
     def __call__(self, graph: Graph) -> None:
-        """Change the graph."""
+        """Replace the operators in a graph, and sort its nodes again."""
         operators = torch.ops.parallel3d
         for backward in graph.find_nodes(op="call_function", target=operators.swiglu_backward.default):
             again = next((node for node in backward.args[1].users if node.target is operators.swiglu.default), None)

@@ -226,7 +226,8 @@ class OperatorCounter(TorchDispatchMode):
         self.peak_with_others = self.nbytes + self._others
 
     def _free_other(self, nbytes: int) -> None:
-        self._update_peaks(sum(self._pending.values()))  # the current kernel has read it
+        # The current kernel may have read it: then its results were in memory at the same time.
+        self._update_peaks(sum(self._pending.values()))
         self._others -= nbytes
 
     def _end_kernel(self) -> None:

@@ -168,7 +168,8 @@ def torch_options(options: Mapping[str, Any], sliced: bool = False) -> dict[str,
     given = {**of_mode, **options.get("options", {}), **INDUCTOR_OPTIONS}
     from parallel3d.autograd.recomputed_swiglu import RecomputedSwiGLU  # imports the compiler, which takes a second
 
-    given.setdefault("post_grad_custom_post_pass", RecomputedSwiGLU())
+    # A pass that the script has set for all graphs stays.
+    given["post_grad_custom_post_pass"] = torch._inductor.config.post_grad_custom_post_pass or RecomputedSwiGLU()
     if given.get("cpp_wrapper"):  # for a backward, which is compiled later, PyTorch forgets what follows from it
         given = {"triton.store_cubin": True, "triton.autotune_at_compile_time": True, **given}
     if sliced and not given.get("max_autotune"):

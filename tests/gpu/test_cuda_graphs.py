@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import toy
+from gpu_memory import release_memory
 from graphed_runs import check, train, train_plain, train_sliced
 from layouts import make_engine
 from ranks import RankPool
@@ -38,15 +38,7 @@ def own_memory() -> Iterator[None]:
     before = torch.cuda.current_stream()
     yield
     torch.cuda.set_stream(before)
-    release()
-
-
-def release() -> None:
-    gc.unfreeze()  # an engine before may be among what was frozen after its steps
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    release_memory()
 
 
 @pytest.mark.parametrize(
@@ -123,7 +115,7 @@ DECODER = DecoderConfig(
 
 def train_decoder(schedule: str, given: dict[str, Any], **compiled: Any) -> tuple[list[Tensor], int]:
     """Losses, norms and weights after seven steps, on the host, and the most bytes reserved, without those of before."""
-    release()
+    release_memory()
     before = torch.cuda.memory_reserved()
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_memory import release_memory
 from ranks import RankPools
 
 import parallel3d
@@ -59,10 +59,7 @@ def plan(directory: Path, num_gpus: int, memory: int, given: dict[str, Any]) -> 
 
 def train(directory: Path, limits: list[int]) -> tuple[int, int]:
     """Train four steps in limits[stage] bytes. Return the stage, and the most bytes of tensors."""
-    gc.unfreeze()
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    release_memory()
     config = json.loads((directory / "plan" / "config.json").read_text()) | {"steps_per_print": None}
     layers = models.from_hf(directory, weights=False, config=config)
     module = PipelineModule(layers, loss_fn=models.causal_lm_loss, config=config)

@@ -118,6 +118,15 @@ def test_tensor_parallel_ranks_do_not_choose_kernels_by_times_unless_a_mode_asks
     assert "deterministic" not in torch_options({"backend": "inductor"})["options"]
 
 
+def test_a_pass_that_a_script_has_set_for_inductors_graphs_stays():
+    def own(graph: torch.fx.Graph) -> None:
+        """Change nothing."""
+
+    with torch._inductor.config.patch(post_grad_custom_post_pass=own):
+        assert torch_options({"backend": "inductor"})["options"]["post_grad_custom_post_pass"] is own
+    assert torch_options({"backend": "inductor"})["options"]["post_grad_custom_post_pass"] is not own
+
+
 class PlainBlock(nn.Module):
     """Linears of PyTorch's."""
 
